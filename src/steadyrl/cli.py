@@ -1,0 +1,134 @@
+"""The command line. Exit codes: 0 done, 1 the run failed, 2 the input has to change."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from steadyrl.config import load_config
+from steadyrl.errors import ConfigError, SteadyRLError
+
+if TYPE_CHECKING:
+    from steadyrl.reports.summary import Summary
+
+app = typer.Typer(
+    help="Stable asynchronous reinforcement learning of language models.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+console = Console()
+
+Recipe = Annotated[Path, typer.Argument(help="a TOML recipe, for example recipes/tiny.toml")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, for example pipeline.lag=4 objective=grpo")]
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint of run_dir")] = False,
+) -> None:
+    """Train a recipe and write its run folder and report."""
+    config = load_config(recipe, overrides or [])
+    for sentence in config.arithmetic():
+        console.print(sentence)
+    from transformers.utils import logging as transformers_logging
+
+    from steadyrl.reports.progress import TrainingProgress
+    from steadyrl.run import train as run_training
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    result = run_training(config, resume=resume, progress=TrainingProgress(console))
+    _close(result.folder)
+    if not result.finished:
+        given = " ".join(o for o in overrides or [] if not o.startswith("run_dir="))
+        command = " ".join(f"steadyrl train {recipe} {given} run_dir={result.folder} --resume".split())
+        console.print(f"stopped before its last step; continue with: {command}", soft_wrap=True)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="one or more run folders")],
+    out: Annotated[Path | None, typer.Option(help="the page to write; RUN/report.html for a single run")] = None,
+) -> None:
+    """Rebuild the report of a run, or lay several runs over each other."""
+    from steadyrl.reports.html import write_report
+
+    console.print(f"report: {write_report(runs, out or (Path('report.html') if len(runs) > 1 else None))}")
+
+
+@app.command()
+def make_base(
+    folder: Annotated[Path, typer.Argument(help="where to write the checkpoint")],
+    seed: Annotated[int, typer.Option(help="of the weights and the warm-up data")] = 0,
+) -> None:
+    """Make the tiny mixture-of-experts base model from its seed (under two minutes on one core)."""
+    from rich.progress import Progress
+
+    from steadyrl.assets.make_base import make_base as make
+
+    with Progress(console=console) as bar:
+        warm_up = bar.add_task("supervised warm-up", total=None)
+        make(folder, seed, lambda step, total, loss: bar.update(warm_up, completed=step, total=total))
+    console.print(f"base model: {folder}")
+
+
+def main() -> None:
+    """The entry point: errors of steadyrl become one sentence and an exit code."""
+    try:
+        app()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except SteadyRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _close(folder: Path) -> None:
+    """The numbers of a run, and its report."""
+    from steadyrl.reports.html import write_report
+    from steadyrl.reports.recorder import read_run
+    from steadyrl.reports.summary import summary
+
+    console.print(_closing_table(summary(read_run(folder))))
+    try:
+        console.print(f"report: {write_report([folder])}", soft_wrap=True)
+    except ConfigError as error:  # no plotting library: the run itself is complete
+        console.print(f"no report: {error}", soft_wrap=True)
+
+
+def _closing_table(numbers: Summary) -> Table:
+    table = Table(title=f"{numbers['name']}: {numbers['method']}", show_header=False, title_justify="left")
+    k = numbers["evaluation_k"]
+    rows = [
+        (f"evaluation avg@{k} before", _score(numbers, "evaluation_before")),
+        (f"evaluation avg@{k} after", _score(numbers, "evaluation_after")),
+        ("largest lag", _number(numbers["largest_lag"], "d")),
+        ("mean d-bar", _number(numbers["d_bar"], ".4f")),
+        ("gate rate", _number(numbers["gate_rate"], ".4f")),
+        ("intervention rate", _number(numbers["intervention_rate"], ".4f")),
+        ("trainer utilisation", _number(numbers["trainer_utilisation"], ".2f")),
+        ("engine utilisation", _number(numbers["engine_utilisation"], ".2f")),
+        ("wall seconds", _number(numbers["wall_s"], ".0f")),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _score(numbers: Summary, name: str) -> str:
+    error = numbers[f"{name}_se"]
+    text = _number(numbers[name], ".3f")
+    return text if error is None else f"{text} +- {_number(error, '.3f')}"
+
+
+def _number(value: float | int | str | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -1,0 +1,356 @@
+"""A run, described: pydantic models, their checks, and the arithmetic that a user should see first.
+
+A recipe is a TOML file with these tables; `load_config` reads it and applies `key=value` overrides.
+Sizes carry their unit in the name: prompts, responses, tokens, optimizer steps. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from steadyrl.errors import ConfigError
+from steadyrl.presets import PRESETS
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+
+
+class Table(BaseModel):
+    """A table of a recipe: immutable, and closed against keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ClipBoundary(Table):
+    """The fixed interval [1 - low, 1 + high] of PPO."""
+
+    rule: Literal["clip"] = "clip"
+    low: float = Field(0.2, gt=0)
+    high: float = Field(0.2, gt=0)
+
+
+class SatBoundary(Table):
+    """The staleness-adaptive interval: `low` and `high` shrink on the drifted tail of the batch."""
+
+    rule: Literal["sat"] = "sat"
+    low: float = Field(0.2, gt=0)
+    high: float = Field(0.2, gt=0)
+    alpha: float = Field(0.9, gt=0, lt=1)  # quantile of |log ratio| above which a token is gated
+    exponent: float = Field(2.0, gt=0)  # of the Hill kernel
+    quantile_scope: Literal["batch", "microbatch"] = "batch"
+
+
+Boundary = Annotated[ClipBoundary | SatBoundary, Field(discriminator="rule")]
+
+
+class ObjectiveConfig(Table):
+    """One point of the design space: each axis chosen by name."""
+
+    preset: str | None = None  # where the values started from; overrides apply on top
+    anchor: Literal["rollout", "old_actor"] = "rollout"
+    unit: Literal["token", "sequence"] = "token"
+    boundary: Boundary = Field(default_factory=ClipBoundary)
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    advantage: Literal["group_standardized", "group_centered"] = "group_standardized"
+    kl_coef: float = Field(1e-3, ge=0)  # k3 penalty towards the starting weights; 0 = no reference model
+
+    @model_validator(mode="before")
+    @classmethod
+    def _start_from_preset(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = {"preset": value}
+        if isinstance(value, dict) and value.get("preset") is not None:
+            name = value["preset"]
+            if name not in PRESETS:
+                known = ", ".join(PRESETS)
+                raise ValueError(f"no objective is called {name!r}{_nearest(name, PRESETS)}; there are: {known}")
+            preset = PRESETS[name]
+            merged = {**preset, **value}
+            chosen = value.get("boundary", {})
+            if chosen.get("rule", preset["boundary"]["rule"]) == preset["boundary"]["rule"]:
+                merged["boundary"] = {**preset["boundary"], **chosen}
+            return merged
+        return value
+
+
+class ModelConfig(Table):
+    """The policy: a Hugging Face causal language model."""
+
+    # a folder, a hub name, "bundled:NAME" (shipped with steadyrl), or "package:PACKAGE/FILE.gguf"
+    path: str = "bundled:tiny_moe"
+    routing_replay: bool = False  # R3: train through the experts that the engine chose
+
+
+class ArithmeticTask(Table):
+    """Running sums with visible steps, generated from the seed."""
+
+    name: Literal["arithmetic"] = "arithmetic"
+    terms: int = Field(5, ge=2, le=20)
+    max_term: int = Field(9, ge=1, le=999)
+
+
+class ReasoningTask(Table):
+    """A procedural task of the reasoning-gym package, with its own scorer (extra `real`)."""
+
+    name: Literal["reasoning_gym"]
+    dataset: str = "chain_sum"
+    options: dict[str, Any] = Field(default_factory=dict)
+    instruction: str = ""  # put in front of every question
+
+
+Task = Annotated[ArithmeticTask | ReasoningTask, Field(discriminator="name")]
+
+
+class SamplingConfig(Table):
+    max_response_tokens: Positive = 32
+    temperature: float = Field(1.0, gt=0)
+
+
+class EngineConfig(Table):
+    """The embedded rollout engine."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_sequences: Positive = 1024  # decoded together; more are taken in turns
+    threads: Positive = 1  # of the engine's process; threads of two processes that share a core wait for each other
+    start_timeout_s: float = Field(300, gt=0)
+    generate_timeout_s: float = Field(600, gt=0)
+
+
+class TrainerConfig(Table):
+    steps: Positive = 100  # optimizer steps
+    lr: float = Field(3e-4, gt=0)
+    lr_warmup_steps: NonNegative = 0  # optimizer steps; the rate is constant afterwards
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    tokens_per_micro_batch: Positive = 32768  # padded tokens in one forward pass
+    threads: Positive = 1
+
+
+class PipelineConfig(Table):
+    regime: Literal["sync", "batch"] = "batch"
+    lag: NonNegative = 1  # optimizer steps between two broadcasts of the weights; 0 with regime = "sync"
+    prompts_per_batch: Positive = 32
+    responses_per_prompt: int = Field(8, ge=2)
+    steps_per_batch: Positive = 1  # optimizer steps taken on each batch
+    backend: Literal["inline", "process"] = "process"
+
+    @property
+    def responses_per_batch(self) -> int:
+        return self.prompts_per_batch * self.responses_per_prompt
+
+    @property
+    def largest_lag(self) -> int:
+        """The lag that no token exceeds and some token reaches, in optimizer steps (docs/staleness.md).
+
+        With M steps per batch and a broadcast every n steps, batch k is generated from version
+        n * floor((k - 1) * M / n) and trained on up to version (k + 1) * M - 1.
+        """
+        steps, every = self.steps_per_batch, self.lag
+        if self.regime == "sync":
+            return steps - 1
+        return 2 * steps - 1 + every - math.gcd(every, steps)
+
+
+class EvaluationConfig(Table):
+    """Evaluation has sampling settings of its own; it always covers the whole held-out set."""
+
+    every_steps: NonNegative = 20  # optimizer steps; 0 = only before the first and after the last
+    prompts: Positive = 128  # size of the held-out set
+    samples_per_prompt: int = Field(8, ge=1)  # k
+    temperature: float = Field(1.0, gt=0)
+    max_response_tokens: Positive = 32
+
+
+class CheckpointConfig(Table):
+    every_steps: NonNegative = 0  # optimizer steps; 0 = only at the end or when stopped
+    keep: Positive = 2
+
+
+class RecordConfig(Table):
+    rollouts_every_batches: NonNegative = 10  # 0 = keep no rollouts
+
+
+class RunConfig(Table):
+    """A whole run. The start of `steadyrl train` prints `arithmetic()` of it."""
+
+    seed: NonNegative = 0
+    run_dir: str = "runs/run"
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    task: Task = Field(default_factory=ArithmeticTask)
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    record: RecordConfig = Field(default_factory=RecordConfig)
+
+    @model_validator(mode="after")
+    def _sizes_and_combinations(self) -> RunConfig:
+        pipeline, steps = self.pipeline, self.trainer.steps
+        per_batch = pipeline.steps_per_batch
+        if pipeline.regime == "sync" and pipeline.lag != 0:
+            raise ValueError(
+                f'pipeline.regime = "sync" trains on fresh rollouts only: set pipeline.lag=0 (it is {pipeline.lag})'
+            )
+        if pipeline.regime == "batch" and pipeline.lag == 0:
+            raise ValueError('pipeline.lag = 0 means fresh rollouts: set pipeline.regime=sync, or pipeline.lag to 1 or more')
+        if steps % per_batch:
+            raise ValueError(
+                f"trainer.steps = {steps} is not a multiple of pipeline.steps_per_batch = {per_batch}: "
+                f"set trainer.steps to {steps - steps % per_batch or per_batch} or {steps - steps % per_batch + per_batch}"
+            )
+        if pipeline.prompts_per_batch % per_batch:
+            raise ValueError(
+                f"pipeline.prompts_per_batch = {pipeline.prompts_per_batch} cannot be shared out over "
+                f"pipeline.steps_per_batch = {per_batch} optimizer steps: make it a multiple of {per_batch}"
+            )
+        if self.objective.anchor == "old_actor" and pipeline.largest_lag == 0:
+            raise ValueError(
+                'objective.anchor = "old_actor" makes every ratio exactly 1 here, so no clip or gate can act: the '
+                "weights that sampled are the weights being trained. Use objective.anchor=rollout, or "
+                "pipeline.regime=batch with pipeline.lag=1 or more"
+            )
+        return self
+
+    @property
+    def num_batches(self) -> int:
+        return self.trainer.steps // self.pipeline.steps_per_batch
+
+    def arithmetic(self) -> list[str]:
+        """What the sizes amount to, a sentence each."""
+        pipeline = self.pipeline
+        broadcast = (
+            "weights broadcast before every batch"
+            if pipeline.regime == "sync"
+            else f"weights broadcast every {pipeline.lag} optimizer steps"
+        )
+        return [
+            f"{pipeline.prompts_per_batch} prompts x {pipeline.responses_per_prompt} responses = "
+            f"{pipeline.responses_per_batch} responses per batch",
+            f"{self.num_batches} batches x {pipeline.steps_per_batch} optimizer steps = "
+            f"{self.trainer.steps} optimizer steps, each on "
+            f"{pipeline.responses_per_batch // pipeline.steps_per_batch} responses",
+            f"{broadcast}; largest possible lag: {pipeline.largest_lag} optimizer steps",
+        ]
+
+
+def load_config(recipe: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML recipe and apply `key=value` overrides with dotted keys.
+
+    Raises:
+        ConfigError: with one sentence that names the key and what to write instead.
+    """
+    path = Path(recipe)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no recipe at {path}; the bundled ones are in recipes/") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the recipe {path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    return build_config(data, overrides)
+
+
+def build_config(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """Check recipe tables plus overrides; see `load_config`."""
+    merged = _copy(data)
+    for override in overrides:
+        _apply_override(merged, override)
+    for key in _paths(merged):
+        _check_key(key)
+    try:
+        return RunConfig.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_sentence(item) for item in error.errors())) from None
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"{override!r} is not an override: write key=value, for example pipeline.lag=4")
+    _check_key(key)
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    *parents, last = key.split(".")
+    table = data
+    for name in parents:
+        inner = table.get(name, {})
+        if isinstance(inner, str):  # objective = "sat-gspo" given by name
+            inner = {"preset": inner}
+        table[name] = table = inner
+    table[last] = value
+
+
+def _check_key(key: str) -> None:
+    known = set(_known_keys(RunConfig))
+    if key not in known and not any(key.startswith(f"{free}.") for free in _free_keys(RunConfig)):
+        raise ConfigError(f"unknown key {key!r}{_nearest(key, known)}")
+
+
+def _nearest(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _tables(annotation: Any) -> Iterator[type[Table]]:
+    """The recipe tables that an annotation admits, through unions and `Annotated`."""
+    if isinstance(annotation, type) and issubclass(annotation, Table):
+        yield annotation
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated):
+        for part in typing.get_args(annotation):
+            yield from _tables(part)
+
+
+def _known_keys(model: type[Table], prefix: str = "") -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        for table in _tables(info.annotation):
+            yield from _known_keys(table, f"{prefix}{name}.")
+
+
+def _free_keys(model: type[Table], prefix: str = "") -> Iterator[str]:
+    """Keys whose value is an open table, such as `task.options`."""
+    for name, info in model.model_fields.items():
+        if typing.get_origin(info.annotation) is dict:
+            yield prefix + name
+        for table in _tables(info.annotation):
+            yield from _free_keys(table, f"{prefix}{name}.")
+
+
+def _paths(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in data.items():
+        yield prefix + name
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{prefix}{name}.")
+
+
+def _copy(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _copy(value) if isinstance(value, Mapping) else value for name, value in data.items()}
+
+
+def _sentence(error: Any) -> str:
+    """One pydantic error as `key: what is wrong (got ...)`."""
+    # the location of a tagged union also holds the tag, which is no part of the key
+    names = [str(part) for part in error["loc"] if str(part) not in ("clip", "sat", "arithmetic", "reasoning_gym")]
+    message = error["msg"].removeprefix("Value error, ")
+    if not names:
+        return message
+    got = "" if isinstance(error["input"], Mapping) else f" (got {error['input']!r})"
+    return f"{'.'.join(names)}: {message}{got}" if error["type"] != "value_error" else message

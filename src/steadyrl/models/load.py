@@ -1,0 +1,144 @@
+"""Hugging Face causal language models: found, loaded, saved.
+
+A path takes one of four forms: a folder, a hub name, `bundled:NAME` (shipped with steadyrl), or
+`package:PACKAGE/FILE.gguf` (weights that an installed Python package carries).
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from steadyrl.errors import ConfigError
+
+Loaded = TypeVar("Loaded")
+
+REAL = 'pip install "steadyrl[real]"'
+GGUF_READERS = ("gguf", "accelerate")  # transformers needs both to read a GGUF file
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+# eager experts are the fastest on a CPU, and the ones whose routing can be recorded and replayed;
+# models without experts ignore the setting
+IMPLEMENTATIONS = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+
+
+def resolve_path(path: str) -> tuple[str, str | None]:
+    """(folder or hub name, GGUF file inside it or None). The hub is not asked whether it knows a name.
+
+    Raises:
+        ConfigError: if the folder, the bundled model, the package or its file is missing.
+    """
+    if path.startswith("bundled:"):
+        return _bundled(path.removeprefix("bundled:")), None
+    if path.startswith("package:"):
+        return _in_package(path)
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{path} holds no config.json: set model.path to a folder in Hugging Face format")
+        return str(folder), None
+    if folder.is_file():
+        raise ConfigError(f"{path} is a file: set model.path to the folder that holds it")
+    if not HUB_NAME.fullmatch(path):
+        raise ConfigError(f"there is no folder {path}: set model.path to a model folder, or to bundled:tiny_moe")
+    return path, None
+
+
+def _bundled(name: str) -> str:
+    assets = Path(str(importlib.resources.files("steadyrl"))) / "assets"
+    if name not in _folders(assets):
+        known = ", ".join(f"bundled:{known}" for known in _folders(assets)) or "none"
+        raise ConfigError(f"no bundled model is called {name!r}; there are: {known}")
+    return str(assets / name)
+
+
+def _folders(assets: Path) -> list[str]:
+    return sorted(config.parent.name for config in assets.glob("*/config.json"))
+
+
+def _in_package(path: str) -> tuple[str, str]:
+    package, _, file = path.removeprefix("package:").partition("/")
+    if not package.isidentifier() or not file.endswith(".gguf"):
+        raise ConfigError(f"{path!r} does not name a GGUF file: write package:PACKAGE/FILE.gguf")
+    spec = importlib.util.find_spec(package)  # finds the folder without running the package's code
+    if spec is None:
+        pip_name = package.replace("_", "-")
+        raise ConfigError(f"{path} needs the package {package}: {REAL}, then pip install --no-deps {pip_name}")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    for folder in folders:
+        if (folder / file).is_file():
+            return str(folder), file
+    known = ", ".join(sorted(found.name for folder in folders for found in folder.glob("*.gguf"))) or "none"
+    raise ConfigError(f"the package {package} holds no file {file!r}; its GGUF files are: {known}")
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that belongs to the model at `path`; see `resolve_path`."""
+    return _from_hugging_face(path, AutoTokenizer.from_pretrained)
+
+
+def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The model at `path` on the CPU, every parameter in `dtype`, in evaluation mode.
+
+    A GGUF file is dequantized once, which takes about 20 s for 135 M parameters; what `save_model`
+    wrote loads in a second.
+
+    Raises:
+        ConfigError: if there is no such model or it cannot be read.
+    """
+    model = _from_hugging_face(path, AutoModelForCausalLM.from_pretrained, dtype=dtype, **IMPLEMENTATIONS)
+    if hasattr(model.config, "quantization_config"):
+        model = _dequantized(model, dtype)
+    return model.eval()  # no .to(dtype), which would also round the rotary frequencies
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
+    """Write model and tokenizer in Hugging Face format (safetensors); `load_model` gives the same bits back."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token that ends a response: those of the tokenizer, the config and the generation config."""
+    ids: set[int] = set()
+    for source in (tokenizer, model.config, model.generation_config):
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return frozenset(ids)
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """The longest sequence, prompt and response together, that the positions of the model allow, in tokens."""
+    return int(model.config.max_position_embeddings)
+
+
+def _from_hugging_face(path: str, load: Callable[..., Loaded], **options: Any) -> Loaded:
+    folder, gguf_file = resolve_path(path)
+    if gguf_file is not None:
+        missing = [name for name in GGUF_READERS if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ConfigError(f"reading {gguf_file} needs the package {' and '.join(missing)}: {REAL}")
+        options["gguf_file"] = gguf_file
+    try:
+        return load(folder, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{path} cannot be loaded, set model.path to a causal language model: {reason}") from error
+
+
+def _dequantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The same weights in a model that does not take itself for a quantized one, which cannot be saved."""
+    config = type(model.config).from_dict(
+        {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
+    )
+    plain = AutoModelForCausalLM.from_config(config, dtype=dtype, **IMPLEMENTATIONS)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    return plain

@@ -1,0 +1,68 @@
+"""How the loop talks to a rollout engine, wherever that engine runs.
+
+Commands are carried out in the order in which they are given. `broadcast` and `submit` return at once
+(or as soon as the backend can); `collect` waits for the oldest request that was not collected yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from steadyrl.types import GenerationRequest, Rollout
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """All that is needed to build the engine, here or in another process."""
+
+    model_path: str
+    dtype: str  # "bfloat16" | "float32"
+    max_sequences: int
+    records_routing: bool
+    threads: int
+    start_timeout_s: float
+    generate_timeout_s: float
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The answer to one request. Times are those of the engine, on `time.monotonic`."""
+
+    rollouts: list[Rollout]
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A finished broadcast."""
+
+    version: int
+    start_s: float
+    end_s: float
+
+
+class Backend(Protocol):
+    def broadcast(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Bring the weights into the engine before any request submitted later."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> None: ...
+
+    def collect(self) -> Generated:
+        """Wait for the oldest request.
+
+        Raises:
+            EngineError: the engine died, failed, took too long, or holds other weights than were sent.
+        """
+        ...
+
+    def loads(self) -> list[Loaded]:
+        """Broadcasts that finished since the last call."""
+        ...
+
+    def close(self) -> None: ...

