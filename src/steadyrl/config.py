@@ -68,6 +68,8 @@ class ObjectiveConfig(Table):
     def _start_from_preset(cls, value: Any) -> Any:
         if isinstance(value, str):
             value = {"preset": value}
+        if isinstance(value, dict) and isinstance(value.get("boundary"), dict) and value.get("preset") is None:
+            value = {**value, "boundary": {"rule": "clip", **value["boundary"]}}
         if isinstance(value, dict) and value.get("preset") is not None:
             name = value["preset"]
             if name not in PRESETS:
@@ -197,6 +199,13 @@ class RunConfig(Table):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     record: RecordConfig = Field(default_factory=RecordConfig)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_task(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("task"), dict):
+            value = {**value, "task": {"name": "arithmetic", **value["task"]}}
+        return value
+
     @model_validator(mode="after")
     def _sizes_and_combinations(self) -> RunConfig:
         pipeline, steps = self.pipeline, self.trainer.steps
@@ -206,11 +215,13 @@ class RunConfig(Table):
                 f'pipeline.regime = "sync" trains on fresh rollouts only: set pipeline.lag=0 (it is {pipeline.lag})'
             )
         if pipeline.regime == "batch" and pipeline.lag == 0:
-            raise ValueError('pipeline.lag = 0 means fresh rollouts: set pipeline.regime=sync, or pipeline.lag to 1 or more')
+            raise ValueError(
+                "pipeline.lag = 0 means fresh rollouts: set pipeline.regime=sync, or pipeline.lag to 1 or more"
+            )
         if steps % per_batch:
             raise ValueError(
                 f"trainer.steps = {steps} is not a multiple of pipeline.steps_per_batch = {per_batch}: "
-                f"set trainer.steps to {steps - steps % per_batch or per_batch} or {steps - steps % per_batch + per_batch}"
+                f"set trainer.steps to {steps + per_batch - steps % per_batch}"
             )
         if pipeline.prompts_per_batch % per_batch:
             raise ValueError(

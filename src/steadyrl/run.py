@@ -186,8 +186,8 @@ def _checkpoint_to_resume(config: RunConfig) -> Path:
     if changed:
         key = changed[0]
         raise ConfigError(
-            f"{config.run_dir} was made with {key} = {before.get(key)!r}, not {now.get(key)!r}: a resumed run keeps its "
-            f"recipe (it may change {', '.join(MAY_DIFFER)}); start a new run_dir for another one"
+            f"{config.run_dir} was made with {key} = {before.get(key)!r}, not {now.get(key)!r}: a resumed run keeps "
+            f"its recipe (it may change {', '.join(MAY_DIFFER)}); start a new run_dir for another one"
         )
     if state["step"] >= config.trainer.steps:
         raise ConfigError(

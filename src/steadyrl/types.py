@@ -186,11 +186,7 @@ class TrainBatch:
         """The same micro-batch cut down to some of its sequences."""
         experts = self.routed_experts
         return TrainBatch(
-            **{
-                name: getattr(self, name)[start:stop]
-                for name in self.__dataclass_fields__
-                if name != "routed_experts"
-            },
+            **{name: getattr(self, name)[start:stop] for name in self.__dataclass_fields__ if name != "routed_experts"},
             routed_experts=None if experts is None else experts[start:stop],
         )
 

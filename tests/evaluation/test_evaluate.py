@@ -24,6 +24,7 @@ class YesTask:
         ]
 
     def grade(self, prompt, rollout):
+        assert prompt.prompt_id == rollout.prompt_id
         if rollout.finish == "error":
             return 0.0, "error"
         return (1.0, "right") if rollout.text == prompt.answer else (0.0, "wrong")

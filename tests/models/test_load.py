@@ -190,23 +190,51 @@ def test_reading_a_gguf_file_without_its_reader_names_the_extra(tmp_path, monkey
         load_model("package:weights_only/m.gguf", torch.float32)
 
 
-def test_a_dequantized_model_can_be_saved_and_loads_bit_equal(tokenizer, tmp_path, monkeypatch):
-    """What transformers returns for a GGUF file refuses to be saved; what load_model returns does not."""
-    (tmp_path / "gguf_package").mkdir()
-    (tmp_path / "gguf_package" / "m.gguf").write_bytes(b"")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    pytest.importorskip("gguf", reason="the GGUF reader is not installed")
+def write_gguf(model: LlamaForCausalLM, file: Path) -> None:
+    """A Llama in llama.cpp's format, 8-bit blocks of 32 weights."""
+    gguf = pytest.importorskip("gguf", reason="the GGUF reader (extra `real`) is not installed")
+    config, weights = model.config, model.state_dict()
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in weights.items():
+        if name == "lm_head.weight":  # tied
+            continue
+        new_name = names.get_name(name, try_suffixes=(".weight",))
+        if tensor.ndim == 1:
+            writer.add_tensor(new_name, tensor.numpy())
+        else:
+            blocks = gguf.quants.quantize(tensor.numpy(), gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(new_name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gguf_model_is_dequantized_and_can_be_saved(dtype, tokenizer, tmp_path, monkeypatch):
     pytest.importorskip("accelerate", reason="transformers reads GGUF with accelerate, which is not installed")
-    from transformers import GgufConfig
+    original = llama(hidden_size=64, intermediate_size=64, head_dim=32, tie_word_embeddings=True)
+    (tmp_path / "gguf_package").mkdir()
+    write_gguf(original, tmp_path / "gguf_package" / "m.gguf")
+    monkeypatch.syspath_prepend(str(tmp_path))
 
-    quantized = llama(eos_token_id=[2, 3], tie_word_embeddings=True)
-    quantized.config.quantization_config = GgufConfig()
-    monkeypatch.setattr("steadyrl.models.load.AutoModelForCausalLM.from_pretrained", lambda *_, **__: quantized)
-    model = load_model("package:gguf_package/m.gguf", torch.float32)
-    monkeypatch.undo()
+    model = load_model("package:gguf_package/m.gguf", dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    embeddings, wanted = model.model.embed_tokens.weight.float(), original.model.embed_tokens.weight
+    assert 0 < (embeddings - wanted).abs().max() < 1e-3  # weights of about 0.02 in blocks of 8-bit numbers
 
-    assert_same_weights(model, quantized)
     save_model(model, tokenizer, tmp_path / "saved")
-    loaded = load_model(str(tmp_path / "saved"), torch.float32)
-    assert_same_weights(loaded, quantized)
-    assert eos_token_ids(loaded, tokenizer) == {2, 3}
+    loaded = load_model(str(tmp_path / "saved"), dtype)
+    assert_same_weights(loaded, model)
+    assert eos_token_ids(loaded, tokenizer) == {2}

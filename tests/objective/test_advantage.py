@@ -7,10 +7,11 @@ from steadyrl.objective.advantage import group_advantage
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mode", ["group_standardized", "group_centered"])
 @pytest.mark.parametrize("reward", [0.7, 0.35, 0.1, 0.0, 1.0])
-def test_equal_rewards_give_exactly_zero(reward, mode, dtype):
-    advantage = group_advantage(torch.full((2, 8), reward, dtype=dtype), mode)
+@pytest.mark.parametrize("size", [2, 3, 7, 8, 16])  # with 3 and 7, a float64 mean is not exact
+def test_equal_rewards_give_exactly_zero(size, reward, mode, dtype):
+    advantage = group_advantage(torch.full((2, size), reward, dtype=dtype), mode)
     assert advantage.dtype == torch.float32
-    assert torch.equal(advantage, torch.zeros(2, 8))
+    assert torch.equal(advantage, torch.zeros(2, size))
 
 
 def test_one_different_reward_stays_of_order_one():

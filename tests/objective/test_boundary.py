@@ -48,7 +48,7 @@ def test_exactly_on_the_boundary_is_inside(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("radius", [0.2, 3e-4, 4e-4, 0.28])
+@pytest.mark.parametrize("radius", [0.2, 3e-4, 0.9])  # float32(1 - 0.9) is not 1 - float32(0.9)
 def test_numbers_and_tensors_as_radii_give_the_same_bits(radius, dtype):
     generator = torch.Generator().manual_seed(0)
     d = torch.randn(4000, generator=generator, dtype=dtype) * radius

@@ -47,7 +47,7 @@ def make_report(step: int, steps: int = 40, lag: int = 4, is_sat: bool = True, s
             "sat/intervention_rate": 0.004 * float(rng.lognormal(0, 0.5)),
             "sat/q": drift * 3,
         }
-    seconds = {"step": 1.0, "wait_for_rollouts": 0.3, "train": 0.6, "grade": 0.02, "broadcast": 0.08}
+    seconds = {"step": 1.0, "wait": 0.3, "train": 0.6, "grade": 0.02, "broadcast": 0.08}
     seconds |= {"generate": 0.8, "engine_idle": 0.2}
     return StepReport(step, step - 1, metrics, seconds, {"lag": lags})
 

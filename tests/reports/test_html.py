@@ -17,8 +17,8 @@ ATTACK = "</pre><script>alert('x')</script><img src=x onerror=alert(1)>"
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
-    write_run(root / "sat", "sat-grpo", steps=20, text=ATTACK)
-    write_run(root / "plain", "grpo", steps=20, seed=1)
+    write_run(root / "sat", "sat-grpo", steps=10, text=ATTACK)
+    write_run(root / "plain", "grpo", steps=10, seed=1)
     return root
 
 
@@ -40,7 +40,7 @@ def test_the_report_of_one_run_lies_in_its_folder(folders, page):
     assert (folders / "sat" / "report.html").read_text() == page
     assert "0.120 \u00b1 0.030 to 0.620 \u00b1 0.030" in page
     assert "at most 4 optimizer steps old" in page
-    assert "5,376 generated = 5,120 trained + 0 dropped + 256 buffered" in page
+    assert "2,816 generated = 2,560 trained + 0 dropped + 256 buffered" in page
     assert len(svgs(page)) == 8
 
 

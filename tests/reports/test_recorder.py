@@ -65,17 +65,9 @@ def test_rollouts_read_back(tmp_path):
 
 def test_a_folder_that_holds_a_run_is_refused_with_the_remedy(tmp_path):
     write_run(tmp_path, steps=3)
-    with pytest.raises(ConfigError, match=r"another run_dir.*--resume.*--overwrite"):
+    with pytest.raises(ConfigError, match=r"another run_dir.*--resume"):
         RunFolder.create(tmp_path, make_config())
     assert len(read_run(tmp_path).steps) == 3
-
-
-def test_overwrite_deletes_the_run_and_nothing_else(tmp_path):
-    write_run(tmp_path, steps=3)
-    (tmp_path / "checkpoints" / "step_3").mkdir(parents=True)
-    (tmp_path / "notes.txt").write_text("mine")
-    RunFolder.create(tmp_path, make_config(), overwrite=True)
-    assert sorted(child.name for child in tmp_path.iterdir()) == ["config.toml", "notes.txt"]
 
 
 def test_a_run_dir_that_is_a_file_is_refused(tmp_path):
@@ -140,6 +132,7 @@ def test_summary_of_a_small_run_worked_out_by_hand(tmp_path):
         "method": "sat-grpo",
         "state": "stopped",
         "steps": 3,
+        "evaluation_k": 8,
         "evaluation_before": 0.1,
         "evaluation_before_se": 0.03,
         "evaluation_after": 0.6,

@@ -122,4 +122,3 @@ def _noisy_trace(task: ArithmeticTask, generator: random.Random) -> tuple[str, s
             total = max(0, total + generator.choice([-3, -2, -1, 1, 2, 3]))
         shown.append(str(total))
     return question(terms), ",".join(shown)
-

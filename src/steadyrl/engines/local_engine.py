@@ -55,9 +55,8 @@ class LocalEngine:
         with torch.no_grad():
             for name, parameter in own.items():
                 if parameter.shape != weights[name].shape:
-                    raise EngineError(
-                        f"{name} arrives with shape {tuple(weights[name].shape)}; the engine has {tuple(parameter.shape)}"
-                    )
+                    arrived, expected = tuple(weights[name].shape), tuple(parameter.shape)
+                    raise EngineError(f"{name} arrives with shape {arrived}; the engine's model has {expected}")
                 parameter.copy_(weights[name])
         self.version = version
         return weights_checksum(own)
@@ -82,8 +81,7 @@ class LocalEngine:
     def _sample(self, prompts: list[Prompt], noise: Tensor, temperature: float) -> _Sampled:
         """Decode until every row met an end token or its limit; finished rows leave the batch."""
         input_ids, attention_mask = _left_pad(prompts)
-        size, width = input_ids.shape
-        limit = noise.shape[1]
+        size, limit = noise.shape
         sampled = _Sampled.empty(size, limit)
         position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         cache = DynamicCache()
@@ -197,7 +195,8 @@ class _Sampled:
 
     def routing(self, row: int, prompt_length: int, length: int) -> np.ndarray:
         """[prompt_length + length - 1, L, K], in the smallest unsigned type that holds the ids."""
-        assert self.prefill_experts is not None and self.decode_experts is not None
+        assert self.prefill_experts is not None
+        assert self.decode_experts is not None
         prompt = self.prefill_experts[row, self.prefill_experts.shape[1] - prompt_length :]
         experts = torch.cat([prompt, self.decode_experts[row, : length - 1]]).numpy()
         return experts.astype(np.uint8 if experts.max() < 256 else np.uint16)

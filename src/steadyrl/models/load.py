@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from steadyrl.errors import ConfigError
@@ -87,16 +88,21 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """The model at `path` on the CPU, every parameter in `dtype`, in evaluation mode.
 
+    Buffers keep the dtype of their class: `model.to(dtype)` would also round the rotary frequencies.
     A GGUF file is dequantized once, which takes about 20 s for 135 M parameters; what `save_model`
     wrote loads in a second.
 
     Raises:
         ConfigError: if there is no such model or it cannot be read.
     """
-    model = _from_hugging_face(path, AutoModelForCausalLM.from_pretrained, dtype=dtype, **IMPLEMENTATIONS)
-    if hasattr(model.config, "quantization_config"):
-        model = _dequantized(model, dtype)
-    return model.eval()  # no .to(dtype), which would also round the rotary frequencies
+    load = AutoModelForCausalLM.from_pretrained
+    if not path.endswith(".gguf"):
+        return _from_hugging_face(path, load, dtype=dtype, **IMPLEMENTATIONS).eval()
+    unpack: dict[str, Any] = {}
+    if hasattr(transformers, "GgufConfig"):  # versions that can keep the weights packed, which cannot be trained
+        unpack["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = _from_hugging_face(path, load, dtype=dtype, **IMPLEMENTATIONS, **unpack)
+    return _dequantized(model, dtype).eval()
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
@@ -140,5 +146,4 @@ def _dequantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     )
     plain = AutoModelForCausalLM.from_config(config, dtype=dtype, **IMPLEMENTATIONS)
     plain.load_state_dict(model.state_dict())
-    plain.generation_config = model.generation_config
     return plain

@@ -21,7 +21,7 @@ def group_advantage(rewards: Tensor, mode: Literal["group_standardized", "group_
     Returns:
         [P, G] float32; a group of equal rewards gets exactly 0.
     """
-    # the mean of equal numbers is not always that number, and the tiny std would blow the difference up to order 1
+    # the mean of equal numbers is not always that number, and dividing by the tiny std would blow the difference up
     equal = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
     values = rewards.to(torch.float64)
     advantage = values - values.mean(1, keepdim=True)

@@ -78,8 +78,7 @@ def sat_contraction(log_ratio: Tensor, q: Tensor, exponent: float) -> tuple[Tens
     q = q.detach().to(drift.dtype)
     size = drift.abs()
     gated = (q > 0) & (size > q)
-    safe_q = torch.where(q > 0, q, 1.0)
-    kernel = 1.0 / (1.0 + (size / safe_q) ** exponent)
+    kernel = 1.0 / (1.0 + (size / q) ** exponent)  # without meaning where q is 0, and not used there
     c_low = torch.where(gated & (drift < 0), kernel, 1.0)
     c_high = torch.where(gated & (drift > 0), kernel, 1.0)
     return c_low, c_high

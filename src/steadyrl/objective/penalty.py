@@ -22,5 +22,5 @@ def kl_k3(logp: Tensor, reference_logp: Tensor, loss_mask: Tensor) -> Tensor:
         [T] float32 (float64 if an input is), >= 0, 0 where masked.
     """
     log_ratio = -token_log_ratio(logp, reference_logp, loss_mask)
-    # rounding can leave a difference just below 0 where k3 is 0 to working precision
-    return (torch.expm1(log_ratio) - log_ratio).clamp(min=0.0)
+    # exp(x) - 1 - x would lose small values to rounding, and some of them would come out negative
+    return torch.expm1(log_ratio) - log_ratio

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -204,7 +204,9 @@ class TrainingLoop:
         start = time.monotonic()
         expected = self._pipeline.responses_per_batch
         if len(rollouts) != expected:
-            raise EngineError(f"the engine returned {len(rollouts)} rollouts for batch {batch_id} instead of {expected}")
+            raise EngineError(
+                f"the engine returned {len(rollouts)} rollouts for batch {batch_id} instead of {expected}"
+            )
         prompts = self._prompts.pop(batch_id)
         for rollout in rollouts:
             rollout.reward, rollout.status = self._task.grade(prompts[rollout.group], rollout)

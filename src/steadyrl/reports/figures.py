@@ -177,10 +177,10 @@ def _step_axis(axes: Axes) -> None:
 
 
 def _log_if_wide(axes: Axes) -> None:
-    """A log scale where the positive values differ by a factor of ten and more."""
+    """A log scale where the values differ by a factor of ten and more, and none is 0."""
     drawn = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines] or [np.empty(0)])
-    drawn = drawn[np.isfinite(drawn) & (drawn > 0)]
-    if len(drawn) and drawn.max() / drawn.min() >= 10:
+    drawn = drawn[np.isfinite(drawn)]
+    if len(drawn) and drawn.min() > 0 and drawn.max() / drawn.min() >= 10:
         formatter = axes.yaxis.get_major_formatter()
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if drawn.max() / drawn.min() < 200 else (1,)))

@@ -154,11 +154,12 @@ def _about(run: RunData) -> dict[str, Any]:
 def _verdict(numbers: Summary) -> str:
     before = _with_error(numbers["evaluation_before"], numbers["evaluation_before_se"])
     after = _with_error(numbers["evaluation_after"], numbers["evaluation_after_se"])
+    k = numbers["evaluation_k"]
     sentences = []
     if numbers["evaluation_after"] is not None:
-        sentences.append(f"The evaluation score went from {before} to {after} (avg@k with standard error).")
+        sentences.append(f"The evaluation score went from {before} to {after} (avg@{k} with standard error).")
     elif numbers["evaluation_before"] is not None:
-        sentences.append(f"The one evaluation so far scored {before} (avg@k with standard error).")
+        sentences.append(f"The one evaluation so far scored {before} (avg@{k} with standard error).")
     else:
         sentences.append("There is no evaluation yet.")
     if numbers["largest_lag"] is not None:

@@ -79,7 +79,7 @@ class TrainingProgress:
         self._metrics = report.metrics
         self._rewards.append(_value(report.metrics, "reward/mean"))
         self._recent.append((_value(report.metrics, "sampled_tokens"), _value(seconds, "step")))
-        self._waited.add(_value(seconds, "wait_for_rollouts"), _value(seconds, "step"))
+        self._waited.add(_value(seconds, "wait"), _value(seconds, "step"))
         idle = _value(seconds, "engine_idle")
         self._idle.add(idle, idle + _value(seconds, "generate"))
         if self._live is None and self._plain_is_due():

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,18 +50,13 @@ class RunFolder:
         self.elapsed_s = elapsed_s  # training time of earlier processes
 
     @classmethod
-    def create(cls, path: Path | str, config: RunConfig, overwrite: bool = False) -> RunFolder:
-        """Start a new run. `overwrite` first deletes what an earlier run left there, and nothing else."""
+    def create(cls, path: Path | str, config: RunConfig) -> RunFolder:
+        """Start a new run, in a folder that holds none."""
         path = Path(path)
         if path.exists() and not path.is_dir():
             raise ConfigError(f"run_dir={path} is a file: choose another run_dir")
         if any((path / name).exists() for name in (METRICS, STATUS)):
-            if not overwrite:
-                raise ConfigError(
-                    f"{path} already holds a run: choose another run_dir, continue it with --resume, "
-                    "or replace it with --overwrite"
-                )
-            _delete_run(path)
+            raise ConfigError(f"{path} already holds a run: choose another run_dir, or continue it with --resume")
         path.mkdir(parents=True, exist_ok=True)
         table = _without_none(config.model_dump())
         _write_atomically(path / CONFIG, tomli_w.dumps(table))
@@ -214,10 +208,3 @@ def _write_atomically(file: Path, text: str) -> None:
     draft = file.with_name(f".{file.name}.draft")
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, file)
-
-
-def _delete_run(path: Path) -> None:
-    for name in (CONFIG, *STEPPED, STATUS, "report.html"):
-        (path / name).unlink(missing_ok=True)
-    for name in (ROLLOUTS, CHECKPOINTS):
-        shutil.rmtree(path / name, ignore_errors=True)

@@ -16,7 +16,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> NDArray[np.i
     """
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": text}]
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         # the template already wrote the special tokens it wants, so the tokenizer must not add its own
         ids = tokenizer.encode(rendered, add_special_tokens=False)
     else:

@@ -1,10 +1,10 @@
 """Checkpoints: written beside and renamed, so that a folder with its final name is whole.
 
-    checkpoints/step_000040/
-        model/                  Hugging Face format: any tool that reads such folders reads it
-        optimizer.safetensors
-        snapshots/              weights that the engine still needs, one file a version
-        state.json              counters and position; lists every file with its size and checksum
+checkpoints/step_000040/
+    model/                  Hugging Face format: any tool that reads such folders reads it
+    optimizer.safetensors
+    snapshots/              weights that the engine still needs, one file a version
+    state.json              counters and position; lists every file with its size and checksum
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def save_checkpoint(
     for version, weights in snapshots.items():
         tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
         save_file(tensors, partial / "snapshots" / f"version_{version}.safetensors")
-    files = {str(path.relative_to(partial)): _fingerprint(path) for path in sorted(partial.rglob("*")) if path.is_file()}
+    files = {
+        str(path.relative_to(partial)): _fingerprint(path) for path in sorted(partial.rglob("*")) if path.is_file()
+    }
     _write_synced(partial / STATE, json.dumps({"step": learner.version, "state": state, "files": files}, indent=1))
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
@@ -71,7 +73,8 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 def load_snapshots(folder: Path) -> dict[int, dict[str, Tensor]]:
     return {
-        int(path.stem.removeprefix("version_")): load_file(path) for path in (folder / "snapshots").glob("*.safetensors")
+        int(path.stem.removeprefix("version_")): load_file(path)
+        for path in (folder / "snapshots").glob("*.safetensors")
     }
 
 

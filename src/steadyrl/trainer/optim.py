@@ -33,7 +33,9 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
 def save_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], path: Path) -> None:
     """Write the moments of every parameter under `<parameter name>/<moment>`."""
     tensors = {
-        f"{names[parameter]}/{key}": value for parameter, state in optimizer.state.items() for key, value in state.items()
+        f"{names[parameter]}/{key}": value
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
     }
     save_file(tensors, path)
 

