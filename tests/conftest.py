@@ -9,18 +9,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from steadyrl.models.load import load_model, load_tokenizer
-
 torch.set_num_threads(1)
 TINY = "bundled:tiny_moe"
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    from steadyrl.models.load import load_tokenizer  # the tests of pure code do without transformers
+
     return load_tokenizer(TINY)
 
 
 @pytest.fixture
 def model():
     """The bundled model in float32; a fresh one for each test."""
+    from steadyrl.models.load import load_model
+
     return load_model(TINY, torch.float32)

@@ -231,6 +231,7 @@ def test_a_gguf_model_is_dequantized_and_can_be_saved(dtype, tokenizer, tmp_path
 
     model = load_model("package:gguf_package/m.gguf", dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert not hasattr(model.config, "quantization_config")
     embeddings, wanted = model.model.embed_tokens.weight.float(), original.model.embed_tokens.weight
     assert 0 < (embeddings - wanted).abs().max() < 1e-3  # weights of about 0.02 in blocks of 8-bit numbers
 

@@ -428,11 +428,12 @@ def test_at_most_a_tenth_of_distinct_values_is_gated(n):
 
 def test_the_sequence_quantile_weighs_responses_by_their_length():
     """One response of 8 tokens and two of 1: the ninth of ten tokens is the second largest response."""
-    drift = torch.tensor([0.01] * 8 + [0.2, 0.4], dtype=torch.float64)
+    drift = torch.tensor([0.01] * 8 + [-0.2, 0.4], dtype=torch.float64, requires_grad=True)
     sequence = torch.tensor([0] * 8 + [1, 2])
     config = objective("sat-gspo")
     mask = torch.ones(10, dtype=torch.bool)
     score = trust_region_score(config, drift, torch.zeros(10, dtype=torch.float64), mask, sequence, 3)
+    assert score.tolist() == pytest.approx([0.01] * 8 + [0.2, 0.4])
     assert order_statistic(score, mask, 0.9).item() == pytest.approx(0.2)
     assert not score.requires_grad
 

@@ -95,14 +95,11 @@ def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         ConfigError: if there is no such model or it cannot be read.
     """
-    load = AutoModelForCausalLM.from_pretrained
-    if not path.endswith(".gguf"):
-        return _from_hugging_face(path, load, dtype=dtype, **IMPLEMENTATIONS).eval()
-    unpack: dict[str, Any] = {}
-    if hasattr(transformers, "GgufConfig"):  # versions that can keep the weights packed, which cannot be trained
-        unpack["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = _from_hugging_face(path, load, dtype=dtype, **IMPLEMENTATIONS, **unpack)
-    return _dequantized(model, dtype).eval()
+    options: dict[str, Any] = {"dtype": dtype, **IMPLEMENTATIONS}
+    if path.endswith(".gguf") and hasattr(transformers, "GgufConfig"):
+        # versions that have this class may keep the weights packed, which can be neither trained nor saved
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    return _from_hugging_face(path, AutoModelForCausalLM.from_pretrained, **options).eval()
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
@@ -137,13 +134,3 @@ def _from_hugging_face(path: str, load: Callable[..., Loaded], **options: Any) -
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"{path} cannot be loaded, set model.path to a causal language model: {reason}") from error
-
-
-def _dequantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The same weights in a model that does not take itself for a quantized one, which cannot be saved."""
-    config = type(model.config).from_dict(
-        {name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
-    )
-    plain = AutoModelForCausalLM.from_config(config, dtype=dtype, **IMPLEMENTATIONS)
-    plain.load_state_dict(model.state_dict())
-    return plain
