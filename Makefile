@@ -30,13 +30,13 @@ run: install
 	$(BIN)/steadyrl train recipes/tiny.toml
 
 test: install
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto
 
 checks: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto
 
 format: install
 	$(BIN)/ruff format .

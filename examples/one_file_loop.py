@@ -178,7 +178,7 @@ def rollout(
     """
     repeated = [terms for terms in problems for _ in range(group)]  # a group is contiguous
     prompt_ids = torch.tensor([tokenizer.encode(question(terms)) for terms in repeated])
-    end_id = int(tokenizer.convert_tokens_to_ids(str(tokenizer.eos_token)))
+    end_id = sampler.config.eos_token_id
     response_ids, logp, mask = sample(sampler, prompt_ids, end_id, generator)
     rewards = []
     for terms, ids, active in zip(repeated, response_ids, mask, strict=True):

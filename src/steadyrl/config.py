@@ -63,6 +63,19 @@ class ObjectiveConfig(Table):
     advantage: Literal["group_standardized", "group_centered"] = "group_standardized"
     kl_coef: float = Field(1e-3, ge=0)  # k3 penalty towards the starting weights; 0 = no reference model
 
+    def describe(self) -> str:
+        """The objective in a line, with the values that overrides may have changed."""
+        rule = self.boundary
+        sat = (
+            f", quantile {rule.alpha:g} over the {rule.quantile_scope}, Hill exponent {rule.exponent:g}"
+            if isinstance(rule, SatBoundary)
+            else ""
+        )
+        return (
+            f"{self.preset or 'custom'}: {self.unit} ratio against {self.anchor}, {rule.rule} "
+            f"{rule.low:g}/{rule.high:g}{sat}, {self.aggregation}, KL coefficient {self.kl_coef:g}"
+        )
+
     @model_validator(mode="before")
     @classmethod
     def _start_from_preset(cls, value: Any) -> Any:
@@ -255,6 +268,7 @@ class RunConfig(Table):
             f"{self.trainer.steps} optimizer steps, each on "
             f"{pipeline.responses_per_batch // pipeline.steps_per_batch} responses",
             f"{broadcast}; largest possible lag: {pipeline.largest_lag} optimizer steps",
+            f"objective {self.objective.describe()}",
         ]
 
 

@@ -32,12 +32,12 @@ from steadyrl.tasks.base import Task
 from steadyrl.trainer.base import Learner
 from steadyrl.trainer.checkpoint import latest_checkpoint, load_state
 from steadyrl.trainer.learner import LocalLearner
-from steadyrl.types import GenerationRequest, Rollout, RolloutBatch, StepReport
+from steadyrl.types import GenerationRequest, Prompt, Rollout, RolloutBatch, StepReport
 
 logger = logging.getLogger(__name__)
 
 # what may differ between a checkpoint and the recipe that continues it, without changing a number
-MAY_DIFFER = ("run_dir", "trainer.steps", "trainer.tokens_per_micro_batch", "pipeline.backend", "checkpoint", "record")
+MAY_DIFFER = ("run_dir", "trainer.steps", "pipeline.backend", "checkpoint", "record")
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ def train(config: RunConfig, *, resume: bool = False, progress: TrainingProgress
     model = load_model(config.model.path, torch.float32)
     task = build_task(config, tokenizer)
     evaluation = HeldOut(task, evaluation_request(task, config.evaluation, stream_seed(config.seed, "evaluation")))
-    _check_model(config, model, evaluation.held_out)
+    _check_model(config, model, [*evaluation.held_out.prompts, *task.prompts("train", 0, 1)])
     learner = LocalLearner(model, tokenizer, config)
     start_step = load_state(checkpoint)["step"] if checkpoint else 0
-    folder = _open_folder(config, start_step) if checkpoint else RunFolder.create(free_folder(config.run_dir), config)
+    folder = _open_folder(config, checkpoint)
     progress = progress or TrainingProgress()
     observer = _Observer(folder, progress)
     folder.status("running")
@@ -70,7 +70,7 @@ def train(config: RunConfig, *, resume: bool = False, progress: TrainingProgress
         with _stop_on_signal(progress) as stop, progress:
             backend = build_backend(config, learner)
             try:
-                progress.start(config, start_step)
+                progress.start(config.model_copy(update={"run_dir": str(folder.path)}), start_step)
                 loop = TrainingLoop(
                     config,
                     learner=learner,
@@ -87,7 +87,7 @@ def train(config: RunConfig, *, resume: bool = False, progress: TrainingProgress
             finally:
                 backend.close()
     except BaseException as error:
-        folder.status("failed", error=str(error), traceback=traceback.format_exc())
+        folder.status("failed", error=str(error) or repr(error), traceback=traceback.format_exc())
         raise
     folder.status("finished" if finished else "stopped", step=learner.version)
     return RunResult(folder.path, finished)
@@ -165,8 +165,11 @@ def free_folder(run_dir: str) -> Path:
     return path
 
 
-def _open_folder(config: RunConfig, step: int) -> RunFolder:
-    return RunFolder.resume(config.run_dir, step)
+def _open_folder(config: RunConfig, checkpoint: Path | None) -> RunFolder:
+    if checkpoint is None:
+        return RunFolder.create(free_folder(config.run_dir), config)
+    state = load_state(checkpoint)
+    return RunFolder.resume(config.run_dir, config, state["step"], state["evaluated"])
 
 
 def _checkpoint_to_resume(config: RunConfig) -> Path:
@@ -196,11 +199,11 @@ def _checkpoint_to_resume(config: RunConfig) -> Path:
     return checkpoint
 
 
-def _check_model(config: RunConfig, model: PreTrainedModel, held_out: GenerationRequest) -> None:
+def _check_model(config: RunConfig, model: PreTrainedModel, prompts: Sequence[Prompt]) -> None:
     if config.model.routing_replay:
         routers(model)
-    longest = max(len(prompt.token_ids) for prompt in held_out.prompts)
-    wanted = max(config.sampling.max_response_tokens, held_out.max_response_tokens)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    wanted = max(config.sampling.max_response_tokens, config.evaluation.max_response_tokens)
     if longest + wanted > context_length(model):
         raise ConfigError(
             f"a prompt of {longest} tokens and a response of {wanted} do not fit into the model's "

@@ -133,7 +133,20 @@ def test_several_optimizer_steps_per_batch_resume_inside_a_batch(tmp_path):
     assert max(row["metrics"]["staleness/lag_max"] for row in rows(halted, "metrics.jsonl")) == 5
 
 
-def test_a_killed_engine_ends_the_run_with_its_cause(tmp_path):
+def test_extending_a_run_does_not_evaluate_its_last_step_twice(tmp_path):
+    folder = tmp_path / "run"
+    train(folder, "trainer.steps=4")  # evaluation.every_steps is 4
+    train(folder, "trainer.steps=8", "--resume")
+    assert [row["version"] for row in rows(folder, "evaluations.jsonl")] == [0, 4, 8]
+
+
+def test_broadcasts_that_fall_inside_a_batch(tmp_path):
+    shape = ["pipeline.steps_per_batch=3", "pipeline.prompts_per_batch=3", "pipeline.lag=4", "trainer.steps=15"]
+    train(tmp_path / "run", *shape)
+    assert max(row["metrics"]["staleness/lag_max"] for row in rows(tmp_path / "run", "metrics.jsonl")) == 8
+
+
+def test_a_killed_engine_ends_the_run_with_its_cause_and_a_checkpoint(tmp_path):
     folder = tmp_path / "run"
     process = subprocess.Popen(
         command(folder, "pipeline.backend=process", "trainer.steps=2000"),
@@ -150,6 +163,8 @@ def test_a_killed_engine_ends_the_run_with_its_cause(tmp_path):
     assert process.returncode == 1
     assert "the engine process died (signal SIGKILL)" in err
     assert json.loads((folder / "status.json").read_text())["state"] == "failed"
+    reached = rows(folder, "metrics.jsonl")[-1]["step"]
+    assert (folder / "checkpoints" / f"step_{reached:06d}" / "state.json").is_file()
 
 
 def test_a_killed_trainer_leaves_no_engine_behind(tmp_path):

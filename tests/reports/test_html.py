@@ -4,7 +4,7 @@ import xml.etree.ElementTree
 
 import numpy as np
 import pytest
-from synthetic import make_config, make_report, write_run
+from reports.synthetic import make_config, make_report, write_run
 
 from steadyrl.errors import ConfigError
 from steadyrl.reports.canvas import running_mean

@@ -2,8 +2,8 @@ import io
 import math
 
 import pytest
+from reports.synthetic import make_config, make_evaluation, make_report
 from rich.console import Console
-from synthetic import make_config, make_evaluation, make_report
 
 from steadyrl.reports import progress as module
 from steadyrl.reports.progress import TrainingProgress, sparkline

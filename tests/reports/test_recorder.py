@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from synthetic import make_batch, make_config, make_evaluation, make_report, write_run
+from reports.synthetic import make_batch, make_config, make_evaluation, make_report, write_run
 
 from steadyrl.config import load_config
 from steadyrl.errors import ConfigError
@@ -80,7 +80,7 @@ def test_resume_drops_what_lies_beyond_the_checkpoint(tmp_path):
     write_run(tmp_path, steps=30)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 31, "met')
-    folder = RunFolder.resume(tmp_path, step=17)
+    folder = RunFolder.resume(tmp_path, make_config(), step=17, evaluated=10)
     kept_until = max(event["end_s"] for event in read_run(tmp_path).timeline)
     folder.step(make_report(18))
     folder.evaluation(make_evaluation(20, 0.5))

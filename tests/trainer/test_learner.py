@@ -144,7 +144,7 @@ def test_a_step_on_right_answers_makes_them_likelier(tokenizer, groups):
     run = config("grpo", "trainer.lr=1e-3", "objective.kl_coef=0")
     learner = make(tokenizer, run)
     for _ in range(4):
-        metrics, _ = step(learner, run, groups, 100_000)
+        _metrics, _ = step(learner, run, groups, 100_000)
     rollouts = [rollout for group in groups for rollout in group]
     batch = pack(rollouts, advantages(groups, run.objective), 100_000)[0]
     with torch.no_grad():

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from steadyrl.engines.base import weights_checksum
 from steadyrl.errors import EngineError
+from steadyrl.models.load import context_length
 from steadyrl.models.routing import record_routing, routers
 from steadyrl.types import Finish, GenerationRequest, Prompt, Rollout
 
@@ -65,6 +66,7 @@ class LocalEngine:
         """Nothing to release."""
 
     def generate(self, request: GenerationRequest) -> list[Rollout]:
+        self._check_length(request)
         samples = request.samples_per_prompt
         prompts = [prompt for prompt in request.prompts for _ in range(samples)]
         generator = torch.Generator().manual_seed(request.seed)
@@ -76,6 +78,16 @@ class LocalEngine:
             for row, prompt in enumerate(prompts[rows]):
                 rollouts.append(self._rollout(prompt, (start + row) // samples, sampled, row))
         return rollouts
+
+    def _check_length(self, request: GenerationRequest) -> None:
+        limit = context_length(self._model)
+        for prompt in request.prompts:
+            if len(prompt.token_ids) + request.max_response_tokens > limit:
+                raise EngineError(
+                    f"{prompt.prompt_id} has {len(prompt.token_ids)} tokens; with a response of "
+                    f"{request.max_response_tokens} it does not fit into the model's {limit} positions: "
+                    "lower sampling.max_response_tokens, or leave the prompt out"
+                )
 
     @torch.inference_mode()
     def _sample(self, prompts: list[Prompt], noise: Tensor, temperature: float) -> _Sampled:

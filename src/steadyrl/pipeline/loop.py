@@ -7,10 +7,11 @@
         submit batch k+1 with its version     --->  load, generate batch k+1
         train M optimizer steps on batch k          ... at the same time
 
-In the synchronous regime "submit" stands right before "collect", and the two never overlap. Which
-version generates which batch is decided in `schedule.py` from step numbers alone. The engine waits
-for commands; the trainer waits for the engine in `collect` only. After every optimizer step
-`generated = trained + dropped + buffered` is checked, and the lag of every batch against the bound.
+In the synchronous regime a batch is submitted right before it is collected, so that only an evaluation
+runs beside the training. Which version generates which batch is decided in `schedule.py` from step
+numbers alone. The engine waits for commands; the trainer waits for the engine in `collect` only. After
+every optimizer step `generated = trained + dropped + buffered` is checked, and before it the lag of
+every batch against the bound.
 """
 
 from __future__ import annotations
@@ -123,10 +124,11 @@ class TrainingLoop:
         self._stop = stop
         self._clock = _Clock(observer)
         self._counters = Counters()
-        self._batch_start = Counters()  # the counters when the current batch was begun
+        self._settled = Counters()  # without a batch that was only begun: what a checkpoint stores
         self._snapshots: dict[int, dict[str, Tensor]] = {}  # versions that batches still come from
         self._engine_version = -1
         self._evaluating = False  # an evaluation was submitted before the batch in flight
+        self._evaluated = -1  # the version that was evaluated last
         self._prompts: dict[int, list[Prompt]] = {}  # of the batches in flight
         self._last_saved = -1
 
@@ -136,10 +138,27 @@ class TrainingLoop:
         self._learner.load(folder, state["step"])
         self._snapshots = load_snapshots(folder)
         self._counters = Counters(**state["counters"])
+        self._settled = Counters(**state["counters"])
+        self._evaluated = state["evaluated"]
         self._last_saved = state["step"]
 
     def run(self) -> bool:
-        """Train; true if the last step was reached, false if stopped before."""
+        """Train; true if the last step was reached, false if stopped before.
+
+        Raises:
+            TrainingError, EngineError: after the last good weights were written to a checkpoint.
+        """
+        try:
+            return self._run()
+        except TrainingError:
+            self._save()
+            raise
+        except EngineError:
+            self._evaluating = False  # nothing more comes from this engine
+            self._save()
+            raise
+
+    def _run(self) -> bool:
         self._keep_snapshot()
         first, done = divmod(self._learner.version, self._pipeline.steps_per_batch)
         in_flight = False
@@ -221,6 +240,8 @@ class TrainingLoop:
 
     def _evaluation_due(self) -> bool:
         version, every = self._learner.version, self._config.evaluation.every_steps
+        if version == self._evaluated:  # before this run was resumed
+            return False
         if version == 0:
             return True
         before = version - self._pipeline.steps_per_batch
@@ -236,7 +257,9 @@ class TrainingLoop:
         if self._evaluating:
             generated = self._wait("evaluate")
             self._evaluating = False
-            self._observer.evaluation(self._evaluation.score(generated.rollouts))
+            row = self._evaluation.score(generated.rollouts)
+            self._evaluated = row["version"]
+            self._observer.evaluation(row)
 
     # ---- training ----
 
@@ -246,12 +269,13 @@ class TrainingLoop:
         groups = batch.groups()
         share = len(groups) // steps
         chunks = [groups[start : start + share] for start in range(0, len(groups), share)]
-        self._batch_start = Counters(**vars(self._counters))
         self._counters.generated += len(batch.rollouts)
         for chunk in chunks[:done]:  # trained on before the run was resumed
             self._count(chunk)
         for index in range(done, steps):
             self._train_chunk(batch.batch_id, chunks[index])
+            if index == steps - 1:
+                self._settled = Counters(**vars(self._counters))
             rest = sum(len(group) for chunk in chunks[index + 1 :] for group in chunk)
             self._report(batch.batch_id, chunks[index], rest)
             self._keep_snapshot()
@@ -276,12 +300,7 @@ class TrainingLoop:
         old_actor = None
         if self._config.objective.anchor == "old_actor":
             old_actor = self._snapshots[generation_version(self._pipeline, batch_id)]
-        try:
-            self._metrics, self._histograms = self._learner.train_step(micro_batches, old_actor)
-        except TrainingError:
-            self._counters = self._batch_start
-            self._save()
-            raise
+        self._metrics, self._histograms = self._learner.train_step(micro_batches, old_actor)
         self._count(chunk)
         self._clock.measure("train", start, self._learner.version)
 
@@ -320,11 +339,13 @@ class TrainingLoop:
         self._collect_evaluation()
         start = time.monotonic()
         step = self._learner.version
-        # a batch that was begun is generated again on resume, so its counts start over
-        inside_batch = step % self._pipeline.steps_per_batch != 0
-        counters = self._batch_start if inside_batch else self._counters
         snapshots = {version: weights for version, weights in self._snapshots.items() if version != step}
-        state = {"step": step, "counters": vars(counters), "config": self._config.model_dump(mode="json")}
+        state = {
+            "step": step,
+            "counters": vars(self._settled),  # a batch that was begun is generated, and counted, again on resume
+            "evaluated": self._evaluated,
+            "config": self._config.model_dump(mode="json"),
+        }
         save_checkpoint(self._checkpoints, self._learner, state, snapshots, self._config.checkpoint.keep)
         self._last_saved = step
         self._clock.measure("checkpoint", start, step)

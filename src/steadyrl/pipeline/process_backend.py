@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from steadyrl.engines.build import build_local_engine
 from steadyrl.errors import EngineError
@@ -78,9 +79,8 @@ class ProcessBackend:
 
     def collect(self) -> Generated:
         assert self._finished or self._waiting, "nothing was submitted"
-        deadline = time.monotonic() + self._spec.generate_timeout_s
         while not self._finished:
-            self._receive("the engine to finish a generation", deadline - time.monotonic())
+            self._receive("the engine to finish a generation", self._spec.generate_timeout_s)
         return self._finished.popleft()
 
     def loads(self) -> list[Loaded]:
@@ -145,8 +145,9 @@ class ProcessBackend:
 
 def _engine_process(connection: Connection, spec: EngineSpec, layout: WeightLayout, slot_names: list[str]) -> None:
     """The whole life of the engine process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to both; the trainer decides when to end
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # they may reach both processes; the trainer decides when to end
+    disable_progress_bar()
     torch.set_num_threads(spec.threads)
     commands: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     threading.Thread(target=_read_commands, args=(connection, commands), daemon=True).start()

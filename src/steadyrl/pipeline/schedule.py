@@ -40,6 +40,10 @@ def is_broadcast_version(pipeline: PipelineConfig, version: int) -> bool:
 
 
 def snapshots_needed(pipeline: PipelineConfig, step: int) -> set[int]:
-    """The versions that the current and the next batch come from, once `step` steps are done."""
+    """The versions that batches may still come from, once `step` steps are done.
+
+    Those of the current and the next batch, and the newest broadcast, which a later batch may ask for.
+    """
     batch = step // pipeline.steps_per_batch
-    return {generation_version(pipeline, batch + ahead) for ahead in range(batches_ahead(pipeline) + 1)}
+    versions = {generation_version(pipeline, batch + ahead) for ahead in range(batches_ahead(pipeline) + 1)}
+    return versions | {step - step % pipeline.lag} if pipeline.regime == "batch" else versions

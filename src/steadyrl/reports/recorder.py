@@ -58,16 +58,20 @@ class RunFolder:
         if any((path / name).exists() for name in (METRICS, STATUS)):
             raise ConfigError(f"{path} already holds a run: choose another run_dir, or continue it with --resume")
         path.mkdir(parents=True, exist_ok=True)
-        table = _without_none(config.model_dump())
-        _write_atomically(path / CONFIG, tomli_w.dumps(table))
+        _write_config(path, config)
         return cls(path)
 
     @classmethod
-    def resume(cls, path: Path | str, step: int) -> RunFolder:
-        """Go on after the checkpoint of `step`: rows beyond it are dropped, they will be made again."""
+    def resume(cls, path: Path | str, config: RunConfig, step: int, evaluated: int) -> RunFolder:
+        """Go on after the checkpoint of `step`: rows beyond it are dropped, they will be made again.
+
+        `evaluated` is the last version whose evaluation the checkpoint knows of; a later one is made again.
+        """
         path = Path(path)
         _check_is_run(path)
-        kept = {name: [row for row in _read_rows(path / name) if row["step"] <= step] for name in STEPPED}
+        last = {METRICS: step, EVALUATIONS: evaluated, TIMELINE: step}
+        kept = {name: [row for row in _read_rows(path / name) if row["step"] <= last[name]] for name in STEPPED}
+        _write_config(path, config)
         for name, rows in kept.items():
             _write_atomically(path / name, "".join(_line(row) for row in rows))
         return cls(path, elapsed_s=max((event["end_s"] for event in kept[TIMELINE]), default=0.0))
@@ -154,6 +158,10 @@ def recorded_batches(run: RunData) -> list[Path]:
 def read_rollouts(file: Path) -> list[Row]:
     """The rollouts of one recorded batch, as `Rollout.to_json` wrote them (a NaN reward is None)."""
     return list(_read_rows(file))
+
+
+def _write_config(path: Path, config: RunConfig) -> None:
+    _write_atomically(path / CONFIG, tomli_w.dumps(_without_none(config.model_dump())))
 
 
 def _check_is_run(path: Path) -> None:

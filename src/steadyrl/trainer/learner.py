@@ -70,8 +70,8 @@ class LocalLearner:
             self._optimizer.zero_grad(set_to_none=True)
             raise TrainingError(
                 f"the gradient of optimizer step {self.version + 1} is not finite; the weights are still those of "
-                f"version {self.version}. Caused by: {culprits}. Look at the log-probabilities of these rollouts, "
-                "or lower trainer.lr"
+                f"version {self.version}. Caused by: {culprits}. Look at the log-probabilities of these rollouts; "
+                "with a lower trainer.lr, start a new run with model.path set to the model folder of the checkpoint"
             )
         lr = learning_rate(self._config, self.version)
         for group in self._optimizer.param_groups:
