@@ -30,13 +30,13 @@ run: install
 	$(BIN)/steadyrl train recipes/tiny.toml
 
 test: install
-	$(BIN)/pytest --numprocesses auto
+	$(BIN)/pytest --numprocesses auto --dist worksteal
 
 checks: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/pytest --numprocesses auto
+	$(BIN)/pytest --numprocesses auto --dist worksteal
 
 format: install
 	$(BIN)/ruff format .

@@ -90,7 +90,9 @@ def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
     Buffers keep the dtype of their class: `model.to(dtype)` would also round the rotary frequencies.
     A GGUF file is dequantized once, which takes about 20 s for 135 M parameters; what `save_model`
-    wrote loads in a second.
+    wrote loads in a second. Its weights are rounded to bfloat16 first, whatever `dtype` is: scales of 11
+    significant bits put many weights halfway between two bfloat16 numbers, and an optimizer step of any
+    size tips each of these over in an engine that samples in bfloat16 (docs/experiments.md).
 
     Raises:
         ConfigError: if there is no such model or it cannot be read.
@@ -99,7 +101,12 @@ def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     if path.endswith(".gguf") and hasattr(transformers, "GgufConfig"):
         # versions that have this class may keep the weights packed, which can be neither trained nor saved
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    return _from_hugging_face(path, AutoModelForCausalLM.from_pretrained, **options).eval()
+    model = _from_hugging_face(path, AutoModelForCausalLM.from_pretrained, **options).eval()
+    if path.endswith(".gguf"):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+    return model
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
