@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from steadyrl.config import PipelineConfig, RunConfig, build_config, load_config
+from steadyrl.config import PipelineConfig, RunConfig
 from steadyrl.errors import ConfigError
 from steadyrl.presets import PRESETS
+from steadyrl.recipe import build_config, load_config
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 

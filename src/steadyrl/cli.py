@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from steadyrl.config import load_config
 from steadyrl.errors import ConfigError, SteadyRLError
+from steadyrl.recipe import load_config
 
 if TYPE_CHECKING:
     from steadyrl.reports.summary import Summary
@@ -76,7 +76,7 @@ def make_base(
 
     with Progress(console=console) as bar:
         warm_up = bar.add_task("supervised warm-up", total=None)
-        make(folder, seed, lambda step, total, loss: bar.update(warm_up, completed=step, total=total))
+        make(folder, seed, progress=lambda step, total, _loss: bar.update(warm_up, completed=step, total=total))
     console.print(f"base model: {folder}")
 
 

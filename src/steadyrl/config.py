@@ -1,27 +1,25 @@
 """A run, described: pydantic models, their checks, and the arithmetic that a user should see first.
 
-A recipe is a TOML file with these tables; `load_config` reads it and applies `key=value` overrides.
-Sizes carry their unit in the name: prompts, responses, tokens, optimizer steps. Nothing here needs torch.
+A recipe is a TOML file with these tables, see `recipe.py`. Sizes carry their unit in the name: prompts,
+responses, tokens, optimizer steps. Nothing here needs torch.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-import tomllib
-import types
-import typing
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from steadyrl.errors import ConfigError
 from steadyrl.presets import PRESETS
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+AboveZero = Annotated[float, Field(gt=0)]
+ZeroOrMore = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Table(BaseModel):
@@ -34,18 +32,18 @@ class ClipBoundary(Table):
     """The fixed interval [1 - low, 1 + high] of PPO."""
 
     rule: Literal["clip"] = "clip"
-    low: float = Field(0.2, gt=0)
-    high: float = Field(0.2, gt=0)
+    low: AboveZero = 0.2
+    high: AboveZero = 0.2
 
 
 class SatBoundary(Table):
     """The staleness-adaptive interval: `low` and `high` shrink on the drifted tail of the batch."""
 
     rule: Literal["sat"] = "sat"
-    low: float = Field(0.2, gt=0)
-    high: float = Field(0.2, gt=0)
-    alpha: float = Field(0.9, gt=0, lt=1)  # quantile of |log ratio| above which a token is gated
-    exponent: float = Field(2.0, gt=0)  # of the Hill kernel
+    low: AboveZero = 0.2
+    high: AboveZero = 0.2
+    alpha: Share = 0.9  # quantile of |log ratio| above which a token is gated
+    exponent: AboveZero = 2.0  # of the Hill kernel
     quantile_scope: Literal["batch", "microbatch"] = "batch"
 
 
@@ -58,10 +56,10 @@ class ObjectiveConfig(Table):
     preset: str | None = None  # where the values started from; overrides apply on top
     anchor: Literal["rollout", "old_actor"] = "rollout"
     unit: Literal["token", "sequence"] = "token"
-    boundary: Boundary = Field(default_factory=ClipBoundary)
+    boundary: Boundary = ClipBoundary()
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     advantage: Literal["group_standardized", "group_centered"] = "group_standardized"
-    kl_coef: float = Field(1e-3, ge=0)  # k3 penalty towards the starting weights; 0 = no reference model
+    kl_coef: ZeroOrMore = 1e-3  # k3 penalty towards the starting weights; 0 = no reference model
 
     def describe(self) -> str:
         """The objective in a line, with the values that overrides may have changed."""
@@ -87,7 +85,7 @@ class ObjectiveConfig(Table):
             name = value["preset"]
             if name not in PRESETS:
                 known = ", ".join(PRESETS)
-                raise ValueError(f"no objective is called {name!r}{_nearest(name, PRESETS)}; there are: {known}")
+                raise ValueError(f"no objective is called {name!r}{nearest(name, PRESETS)}; there are: {known}")
             preset = PRESETS[name]
             merged = {**preset, **value}
             chosen = value.get("boundary", {})
@@ -109,8 +107,8 @@ class ArithmeticTask(Table):
     """Running sums with visible steps, generated from the seed."""
 
     name: Literal["arithmetic"] = "arithmetic"
-    terms: int = Field(5, ge=2, le=20)
-    max_term: int = Field(9, ge=1, le=999)
+    terms: Annotated[int, Field(ge=2, le=20)] = 5
+    max_term: Annotated[int, Field(ge=1, le=999)] = 9
 
 
 class ReasoningTask(Table):
@@ -118,7 +116,7 @@ class ReasoningTask(Table):
 
     name: Literal["reasoning_gym"]
     dataset: str = "chain_sum"
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: dict[str, Any] = {}
     instruction: str = ""  # put in front of every question
 
 
@@ -127,7 +125,7 @@ Task = Annotated[ArithmeticTask | ReasoningTask, Field(discriminator="name")]
 
 class SamplingConfig(Table):
     max_response_tokens: Positive = 32
-    temperature: float = Field(1.0, gt=0)
+    temperature: AboveZero = 1.0
 
 
 class EngineConfig(Table):
@@ -136,18 +134,18 @@ class EngineConfig(Table):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     max_sequences: Positive = 1024  # decoded together; more are taken in turns
     threads: Positive = 1  # of the engine's process; threads of two processes that share a core wait for each other
-    start_timeout_s: float = Field(300, gt=0)
-    generate_timeout_s: float = Field(600, gt=0)
+    start_timeout_s: AboveZero = 300
+    generate_timeout_s: AboveZero = 600
 
 
 class TrainerConfig(Table):
     steps: Positive = 100  # optimizer steps
-    lr: float = Field(3e-4, gt=0)
+    lr: AboveZero = 3e-4
     lr_warmup_steps: NonNegative = 0  # optimizer steps; the rate is constant afterwards
     betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    eps: AboveZero = 1e-8
+    weight_decay: ZeroOrMore = 0.0
+    max_grad_norm: AboveZero = 1.0
     tokens_per_micro_batch: Positive = 32768  # padded tokens in one forward pass
     threads: Positive = 1
 
@@ -156,7 +154,7 @@ class PipelineConfig(Table):
     regime: Literal["sync", "batch"] = "batch"
     lag: NonNegative = 1  # optimizer steps between two broadcasts of the weights; 0 with regime = "sync"
     prompts_per_batch: Positive = 32
-    responses_per_prompt: int = Field(8, ge=2)
+    responses_per_prompt: Annotated[int, Field(ge=2)] = 8
     steps_per_batch: Positive = 1  # optimizer steps taken on each batch
     backend: Literal["inline", "process"] = "process"
 
@@ -182,8 +180,8 @@ class EvaluationConfig(Table):
 
     every_steps: NonNegative = 20  # optimizer steps; 0 = only before the first and after the last
     prompts: Positive = 128  # size of the held-out set
-    samples_per_prompt: int = Field(8, ge=1)  # k
-    temperature: float = Field(1.0, gt=0)
+    samples_per_prompt: Positive = 8  # k
+    temperature: AboveZero = 1.0
     max_response_tokens: Positive = 32
 
 
@@ -201,16 +199,16 @@ class RunConfig(Table):
 
     seed: NonNegative = 0
     run_dir: str = "runs/run"
-    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
-    model: ModelConfig = Field(default_factory=ModelConfig)
-    task: Task = Field(default_factory=ArithmeticTask)
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-    engine: EngineConfig = Field(default_factory=EngineConfig)
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    record: RecordConfig = Field(default_factory=RecordConfig)
+    objective: ObjectiveConfig = ObjectiveConfig()
+    model: ModelConfig = ModelConfig()
+    task: Task = ArithmeticTask()
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    record: RecordConfig = RecordConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -272,110 +270,7 @@ class RunConfig(Table):
         ]
 
 
-def load_config(recipe: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a TOML recipe and apply `key=value` overrides with dotted keys.
-
-    Raises:
-        ConfigError: with one sentence that names the key and what to write instead.
-    """
-    path = Path(recipe)
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no recipe at {path}; the bundled ones are in recipes/") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the recipe {path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    return build_config(data, overrides)
-
-
-def build_config(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """Check recipe tables plus overrides; see `load_config`."""
-    merged = _copy(data)
-    for override in overrides:
-        _apply_override(merged, override)
-    for key in _paths(merged):
-        _check_key(key)
-    try:
-        return RunConfig.model_validate(merged)
-    except ValidationError as error:
-        raise ConfigError("; ".join(_sentence(item) for item in error.errors())) from None
-
-
-def _apply_override(data: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    key = key.strip()
-    if not equals or not key:
-        raise ConfigError(f"{override!r} is not an override: write key=value, for example pipeline.lag=4")
-    _check_key(key)
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
-    *parents, last = key.split(".")
-    table = data
-    for name in parents:
-        inner = table.get(name, {})
-        if isinstance(inner, str):  # objective = "sat-gspo" given by name
-            inner = {"preset": inner}
-        table[name] = table = inner
-    table[last] = value
-
-
-def _check_key(key: str) -> None:
-    known = set(_known_keys(RunConfig))
-    if key not in known and not any(key.startswith(f"{free}.") for free in _free_keys(RunConfig)):
-        raise ConfigError(f"unknown key {key!r}{_nearest(key, known)}")
-
-
-def _nearest(name: str, known: Any) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint at the known name that looks most like `name`, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _tables(annotation: Any) -> Iterator[type[Table]]:
-    """The recipe tables that an annotation admits, through unions and `Annotated`."""
-    if isinstance(annotation, type) and issubclass(annotation, Table):
-        yield annotation
-    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated):
-        for part in typing.get_args(annotation):
-            yield from _tables(part)
-
-
-def _known_keys(model: type[Table], prefix: str = "") -> Iterator[str]:
-    for name, info in model.model_fields.items():
-        yield prefix + name
-        for table in _tables(info.annotation):
-            yield from _known_keys(table, f"{prefix}{name}.")
-
-
-def _free_keys(model: type[Table], prefix: str = "") -> Iterator[str]:
-    """Keys whose value is an open table, such as `task.options`."""
-    for name, info in model.model_fields.items():
-        if typing.get_origin(info.annotation) is dict:
-            yield prefix + name
-        for table in _tables(info.annotation):
-            yield from _free_keys(table, f"{prefix}{name}.")
-
-
-def _paths(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in data.items():
-        yield prefix + name
-        if isinstance(value, Mapping):
-            yield from _paths(value, f"{prefix}{name}.")
-
-
-def _copy(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _copy(value) if isinstance(value, Mapping) else value for name, value in data.items()}
-
-
-def _sentence(error: Any) -> str:
-    """One pydantic error as `key: what is wrong (got ...)`."""
-    # the location of a tagged union also holds the tag, which is no part of the key
-    names = [str(part) for part in error["loc"] if str(part) not in ("clip", "sat", "arithmetic", "reasoning_gym")]
-    message = error["msg"].removeprefix("Value error, ")
-    if not names:
-        return message
-    got = "" if isinstance(error["input"], Mapping) else f" (got {error['input']!r})"
-    return f"{'.'.join(names)}: {message}{got}" if error["type"] != "value_error" else message

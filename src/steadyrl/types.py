@@ -53,7 +53,7 @@ class Rollout:
     loss_mask: NDArray[np.bool_]  # [n]
     behavior_logp: NDArray[np.float32]  # [n]
     versions: NDArray[np.int32]  # [n]
-    routed_experts: NDArray[np.uint8] | NDArray[np.uint16] | None  # [n-1, L, K]
+    routed_experts: NDArray[Any] | None  # [n-1, L, K] uint8 or uint16
     finish: Finish
     text: str
     reward: float = float("nan")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from steadyrl.config import RunConfig, build_config
+from steadyrl.config import RunConfig
+from steadyrl.recipe import build_config
 from steadyrl.reports.recorder import RunFolder
 from steadyrl.types import Rollout, RolloutBatch, StepReport
 

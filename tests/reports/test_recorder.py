@@ -6,8 +6,8 @@ import pytest
 import torch
 from reports.synthetic import make_batch, make_config, make_evaluation, make_report, write_run
 
-from steadyrl.config import load_config
 from steadyrl.errors import ConfigError
+from steadyrl.recipe import load_config
 from steadyrl.reports.recorder import RunFolder, read_rollouts, read_run, recorded_batches
 from steadyrl.reports.summary import lag_counts, summary
 from steadyrl.types import Rollout, StepReport

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from steadyrl.config import RunConfig, build_config
+from steadyrl.config import RunConfig
 from steadyrl.engines.build import build_local_engine
 from steadyrl.errors import TrainingError
 from steadyrl.models.load import load_model
 from steadyrl.pipeline.packing import advantages, pack
+from steadyrl.recipe import build_config
 from steadyrl.tasks.arithmetic import Arithmetic
 from steadyrl.trainer.learner import LocalLearner
 from steadyrl.trainer.optim import learning_rate

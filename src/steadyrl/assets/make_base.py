@@ -46,36 +46,42 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,  # the smallest that serving engines take
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "intermediate_size": 128,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+
+
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeForCausalLM:
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        intermediate_size=128,
-        norm_topk_prob=True,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen3MoeForCausalLM(config)
+    specials = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **specials))
 
 
-def make_base(folder: Path, seed: int = 0, progress: Callable[[int, int, float], None] = lambda *_: None) -> None:
-    """Write the checkpoint; the same seed gives the same bytes on the same build of torch."""
+def make_base(
+    folder: Path, seed: int = 0, steps: int = STEPS, progress: Callable[[int, int, float], None] = lambda *_: None
+) -> None:
+    """Write the checkpoint; the same seed gives the same bytes on the same build of torch.
+
+    `progress` is called with (step, steps, loss) after each of the optimizer steps.
+    """
+    torch.set_num_threads(1)
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=STEPS, pct_start=0.1)
-    for step, (inputs, targets) in zip(range(STEPS), _batches(tokenizer, random.Random(seed)), strict=False):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=steps, pct_start=0.1)
+    for step, (inputs, targets) in zip(range(steps), _batches(tokenizer, random.Random(seed)), strict=False):
         logits = model(input_ids=inputs, attention_mask=torch.ones_like(inputs)).logits
         has_loss = targets != IGNORED
         logp = token_logp(logits[has_loss], targets[has_loss], temperature=1.0)
@@ -85,7 +91,7 @@ def make_base(folder: Path, seed: int = 0, progress: Callable[[int, int, float],
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        progress(step + 1, STEPS, float(loss.detach()))
+        progress(step + 1, steps, float(loss.detach()))
     save_model(model, tokenizer, folder)
 
 

@@ -149,7 +149,7 @@ class LocalEngine:
             versions=np.where(loss_mask, self.version, -1).astype(np.int32),
             routed_experts=sampled.routing(row, prompt_length, length) if self._records_routing else None,
             finish=finish,
-            text=self._tokenizer.decode(response, skip_special_tokens=True),
+            text=str(self._tokenizer.decode(response, skip_special_tokens=True)),
         )
 
 

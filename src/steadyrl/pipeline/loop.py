@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,24 +26,14 @@ from torch import Tensor
 
 from steadyrl.config import RunConfig
 from steadyrl.errors import EngineError, TrainingError
+from steadyrl.pipeline.accounts import Clock, Counters, Group, Observer, reward_metrics
 from steadyrl.pipeline.backend import Backend, Generated
 from steadyrl.pipeline.packing import advantages, pack
 from steadyrl.pipeline.schedule import batches_ahead, generation_version, is_broadcast_version, snapshots_needed
 from steadyrl.tasks.base import Task
 from steadyrl.trainer.base import Learner
 from steadyrl.trainer.checkpoint import load_snapshots, load_state, save_checkpoint
-from steadyrl.types import GenerationRequest, Prompt, Rollout, RolloutBatch, StepReport, pooled
-
-Group = list[Rollout]
-
-
-class Observer(Protocol):
-    """Where a run is written to and shown."""
-
-    def step(self, report: StepReport) -> None: ...
-    def rollouts(self, batch: RolloutBatch) -> None: ...
-    def evaluation(self, row: dict[str, Any]) -> None: ...
-    def event(self, actor: str, phase: str, start_s: float, end_s: float, step: int) -> None: ...
+from steadyrl.types import GenerationRequest, Prompt, Rollout, RolloutBatch, StepReport
 
 
 class Evaluation(Protocol):
@@ -52,50 +41,6 @@ class Evaluation(Protocol):
 
     def request(self) -> GenerationRequest: ...
     def score(self, rollouts: Sequence[Rollout]) -> dict[str, Any]: ...
-
-
-@dataclass
-class Counters:
-    """Rollouts since the start of the run: generated = trained + dropped + buffered."""
-
-    generated: int = 0
-    trained: int = 0
-    dropped: int = 0
-
-    def check(self, buffered: int) -> None:
-        total = self.trained + self.dropped + buffered
-        assert self.generated == total, f"{self.generated} rollouts generated, {total} accounted for"
-
-
-@dataclass
-class _Clock:
-    """Seconds per phase since the last step, and the same as events for the timeline."""
-
-    observer: Observer
-    seconds: dict[str, float] = field(default_factory=dict)
-    step_start_s: float = field(default_factory=time.monotonic)
-    engine_free_s: float | None = None  # when the engine finished what it did last
-
-    def measure(self, phase: str, start_s: float, step: int) -> None:
-        end_s = time.monotonic()
-        self._add(phase, end_s - start_s)
-        self.observer.event("trainer", phase, start_s, end_s, step)
-
-    def engine(self, phase: str, start_s: float, end_s: float, step: int) -> None:
-        if self.engine_free_s is not None:
-            self._add("engine_idle", start_s - self.engine_free_s)
-        self.engine_free_s = end_s
-        self._add(phase, end_s - start_s)
-        self.observer.event("engine", phase, start_s, end_s, step)
-
-    def take(self) -> dict[str, float]:
-        now = time.monotonic()
-        seconds, self.seconds = {**self.seconds, "step": now - self.step_start_s}, {}
-        self.step_start_s = now
-        return seconds
-
-    def _add(self, phase: str, seconds: float) -> None:
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
 
 class TrainingLoop:
@@ -122,7 +67,7 @@ class TrainingLoop:
         self._observer = observer
         self._checkpoints = checkpoints
         self._stop = stop
-        self._clock = _Clock(observer)
+        self._clock = Clock(observer)
         self._counters = Counters()
         self._settled = Counters()  # without a batch that was only begun: what a checkpoint stores
         self._snapshots: dict[int, dict[str, Tensor]] = {}  # versions that batches still come from
@@ -354,22 +299,6 @@ class TrainingLoop:
 def stream_seed(seed: int, stream: str) -> int:
     """An independent seed for each named stream of random numbers of a run."""
     return int.from_bytes(hashlib.blake2s(f"{seed}/{stream}".encode(), digest_size=7).digest(), "big")
-
-
-def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards, statuses and lengths of an optimizer step's rollouts, dropped ones included."""
-    rollouts = [rollout for group in groups for rollout in group]
-    number = len(rollouts)
-    without_signal = sum(len({rollout.reward for rollout in group}) == 1 for group in groups)
-    tokens = sum(rollout.num_sampled for rollout in rollouts)
-    sums = {
-        "reward/mean": (sum(rollout.reward for rollout in rollouts), number),
-        "reward/groups_without_signal": (without_signal, len(groups)),
-        "response/tokens": (tokens, number),
-    }
-    for status in ("right", "wrong", "unparsable", "truncated"):
-        sums[f"reward/{status}"] = (sum(rollout.status == status for rollout in rollouts), number)
-    return {**pooled(sums), "sampled_tokens": float(tokens)}
 
 
 def _trainable(groups: Sequence[Group]) -> list[Group]:

@@ -84,8 +84,7 @@ class LocalLearner:
     def save(self, folder: Path) -> None:
         """The model in Hugging Face format, and the state of the optimizer."""
         save_model(self._model, self._tokenizer, folder / "model")
-        names = {parameter: name for name, parameter in self._model.named_parameters()}
-        save_optimizer(self._optimizer, names, folder / "optimizer.safetensors")
+        save_optimizer(self._optimizer, dict(self._model.named_parameters()), folder / "optimizer.safetensors")
 
     def load(self, folder: Path, version: int) -> None:
         """Go on from what `save` wrote after `version` optimizer steps."""
@@ -96,10 +95,11 @@ class LocalLearner:
 
     def _logp(self, model: PreTrainedModel, batch: TrainBatch) -> tuple[Tensor, RoutingReplay | None]:
         """[S * W] float32 log-probabilities of the targets, through the recorded experts if there are any."""
-        replaying = self._replays and model is not self._reference  # the reference keeps its own routing
-        if replaying:
-            assert batch.routed_experts is not None, "routing replay needs an engine that records the experts"
-        with replay_routing(model, batch.routed_experts) if replaying else nullcontext() as replay:
+        experts = None
+        if self._replays and model is not self._reference:  # the reference keeps its own routing
+            experts = batch.routed_experts
+            assert experts is not None, "routing replay needs an engine that records the experts"
+        with nullcontext() if experts is None else replay_routing(model, experts) as replay:
             logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
         return token_logp(logits, batch.target_ids, self._temperature).flatten(), replay
 

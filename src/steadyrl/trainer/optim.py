@@ -30,12 +30,12 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
     return config.lr
 
 
-def save_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], path: Path) -> None:
+def save_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], path: Path) -> None:
     """Write the moments of every parameter under `<parameter name>/<moment>`."""
     tensors = {
-        f"{names[parameter]}/{key}": value
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
+        f"{name}/{moment}": value
+        for name, parameter in parameters.items()
+        for moment, value in optimizer.state.get(parameter, {}).items()
     }
     save_file(tensors, path)
 

@@ -1,0 +1,120 @@
+"""From a TOML file and `key=value` overrides to a checked configuration; every refusal names the remedy."""
+
+from __future__ import annotations
+
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ValidationError
+
+from steadyrl.config import RunConfig, Table, nearest
+from steadyrl.errors import ConfigError
+
+
+def load_config(recipe: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML recipe and apply `key=value` overrides with dotted keys.
+
+    Raises:
+        ConfigError: with one sentence that names the key and what to write instead.
+    """
+    path = Path(recipe)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no recipe at {path}; the bundled ones are in recipes/") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the recipe {path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    return build_config(data, overrides)
+
+
+def build_config(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """Check recipe tables plus overrides; see `load_config`."""
+    merged = _copy(data)
+    for override in overrides:
+        _apply_override(merged, override)
+    for key in _paths(merged):
+        _check_key(key)
+    try:
+        return RunConfig.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_sentence(item) for item in error.errors())) from None
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"{override!r} is not an override: write key=value, for example pipeline.lag=4")
+    _check_key(key)
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    *parents, last = key.split(".")
+    table = data
+    for name in parents:
+        inner: Any = table.get(name, {})
+        if isinstance(inner, str):  # objective = "sat-gspo" given by name
+            inner = {"preset": inner}
+        table[name] = inner
+        table = inner
+    table[last] = value
+
+
+def _check_key(key: str) -> None:
+    known = set(_known_keys(RunConfig))
+    if key not in known and not any(key.startswith(f"{free}.") for free in _free_keys(RunConfig)):
+        raise ConfigError(f"unknown key {key!r}{nearest(key, known)}")
+
+
+def _tables(annotation: Any) -> Iterator[type[Table]]:
+    """The recipe tables that an annotation admits, through unions and `Annotated`."""
+    if isinstance(annotation, type) and issubclass(annotation, Table):
+        yield annotation
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, Annotated):
+        for part in typing.get_args(annotation):
+            yield from _tables(part)
+
+
+def _known_keys(model: type[Table], prefix: str = "") -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        for table in _tables(info.annotation):
+            yield from _known_keys(table, f"{prefix}{name}.")
+
+
+def _free_keys(model: type[Table], prefix: str = "") -> Iterator[str]:
+    """Keys whose value is an open table, such as `task.options`."""
+    for name, info in model.model_fields.items():
+        if typing.get_origin(info.annotation) is dict:
+            yield prefix + name
+        for table in _tables(info.annotation):
+            yield from _free_keys(table, f"{prefix}{name}.")
+
+
+def _paths(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in data.items():
+        yield prefix + name
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{prefix}{name}.")
+
+
+def _copy(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _copy(value) if isinstance(value, Mapping) else value for name, value in data.items()}
+
+
+def _sentence(error: Any) -> str:
+    """One pydantic error as `key: what is wrong (got ...)`."""
+    # the location of a tagged union also holds the tag, which is no part of the key
+    names = [str(part) for part in error["loc"] if str(part) not in ("clip", "sat", "arithmetic", "reasoning_gym")]
+    message = error["msg"].removeprefix("Value error, ")
+    if not names:
+        return message
+    got = "" if isinstance(error["input"], Mapping) else f" (got {error['input']!r})"
+    return f"{'.'.join(names)}: {message}{got}" if error["type"] != "value_error" else message
