@@ -11,10 +11,11 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "steadyrl"
 
-GROUND = {"config", "presets", "recipe", "errors", "types"}
+GROUND = {"config", "method", "presets", "recipe", "errors", "types"}
 ALLOWED = {
-    "config": {"presets"},
-    "recipe": {"config", "errors"},
+    "method": {"presets"},
+    "config": {"method"},
+    "recipe": {"config", "errors", "method"},
     "presets": set(),
     "errors": set(),
     "types": set(),

@@ -80,6 +80,19 @@ def make_base(
     console.print(f"base model: {folder}")
 
 
+@app.command()
+def methods(
+    plot: Annotated[Path | None, typer.Option(help="a folder for figures of every boundary rule")] = None,
+) -> None:
+    """List the objectives by name, or draw what each of them does with a gradient."""
+    from steadyrl.reports.methods import draw, table
+
+    if plot is None:
+        console.print(table())
+        return
+    console.print(f"{len(draw(plot))} files in {plot}, as SVG and PNG; start with overview.png", soft_wrap=True)
+
+
 def main() -> None:
     """The entry point: errors of steadyrl become one sentence and an exit code."""
     try:

@@ -6,93 +6,15 @@ responses, tokens, optimizer steps. Nothing here needs torch.
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from steadyrl.presets import PRESETS
+from steadyrl.method import AboveZero, ObjectiveConfig, Table, ZeroOrMore
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
-AboveZero = Annotated[float, Field(gt=0)]
-ZeroOrMore = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(gt=0, lt=1)]
-
-
-class Table(BaseModel):
-    """A table of a recipe: immutable, and closed against keys it does not know."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class ClipBoundary(Table):
-    """The fixed interval [1 - low, 1 + high] of PPO."""
-
-    rule: Literal["clip"] = "clip"
-    low: AboveZero = 0.2
-    high: AboveZero = 0.2
-
-
-class SatBoundary(Table):
-    """The staleness-adaptive interval: `low` and `high` shrink on the drifted tail of the batch."""
-
-    rule: Literal["sat"] = "sat"
-    low: AboveZero = 0.2
-    high: AboveZero = 0.2
-    alpha: Share = 0.9  # quantile of |log ratio| above which a token is gated
-    exponent: AboveZero = 2.0  # of the Hill kernel
-    quantile_scope: Literal["batch", "microbatch"] = "batch"
-
-
-Boundary = Annotated[ClipBoundary | SatBoundary, Field(discriminator="rule")]
-
-
-class ObjectiveConfig(Table):
-    """One point of the design space: each axis chosen by name."""
-
-    preset: str | None = None  # where the values started from; overrides apply on top
-    anchor: Literal["rollout", "old_actor"] = "rollout"
-    unit: Literal["token", "sequence"] = "token"
-    boundary: Boundary = ClipBoundary()
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    advantage: Literal["group_standardized", "group_centered"] = "group_standardized"
-    kl_coef: ZeroOrMore = 1e-3  # k3 penalty towards the starting weights; 0 = no reference model
-
-    def describe(self) -> str:
-        """The objective in a line, with the values that overrides may have changed."""
-        rule = self.boundary
-        sat = (
-            f", quantile {rule.alpha:g} over the {rule.quantile_scope}, Hill exponent {rule.exponent:g}"
-            if isinstance(rule, SatBoundary)
-            else ""
-        )
-        return (
-            f"{self.preset or 'custom'}: {self.unit} ratio against {self.anchor}, {rule.rule} "
-            f"{rule.low:g}/{rule.high:g}{sat}, {self.aggregation}, KL coefficient {self.kl_coef:g}"
-        )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _start_from_preset(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            value = {"preset": value}
-        if isinstance(value, dict) and isinstance(value.get("boundary"), dict) and value.get("preset") is None:
-            value = {**value, "boundary": {"rule": "clip", **value["boundary"]}}
-        if isinstance(value, dict) and value.get("preset") is not None:
-            name = value["preset"]
-            if name not in PRESETS:
-                known = ", ".join(PRESETS)
-                raise ValueError(f"no objective is called {name!r}{nearest(name, PRESETS)}; there are: {known}")
-            preset = PRESETS[name]
-            merged = {**preset, **value}
-            chosen = value.get("boundary", {})
-            if chosen.get("rule", preset["boundary"]["rule"]) == preset["boundary"]["rule"]:
-                merged["boundary"] = {**preset["boundary"], **chosen}
-            return merged
-        return value
 
 
 class ModelConfig(Table):
@@ -239,11 +161,16 @@ class RunConfig(Table):
                 f"pipeline.prompts_per_batch = {pipeline.prompts_per_batch} cannot be shared out over "
                 f"pipeline.steps_per_batch = {per_batch} optimizer steps: make it a multiple of {per_batch}"
             )
-        if self.objective.anchor == "old_actor" and pipeline.largest_lag == 0:
+        anchor, ratio_one = self.objective.anchor, None
+        if anchor == "old_actor" and pipeline.largest_lag == 0:
+            ratio_one = "the weights that sampled are the weights being trained"
+        if anchor == "step_start" and per_batch == 1:
+            ratio_one = "with one optimizer step per batch, the weights before the batch are the weights being trained"
+        if ratio_one:
             raise ValueError(
-                'objective.anchor = "old_actor" makes every ratio exactly 1 here, so no clip or gate can act: the '
-                "weights that sampled are the weights being trained. Use objective.anchor=rollout, or "
-                "pipeline.regime=batch with pipeline.lag=1 or more"
+                f'objective.anchor = "{anchor}" makes every ratio exactly 1 here, so no clip or gate can act: '
+                f"{ratio_one}. Use objective.anchor=rollout, or more lag (pipeline.regime=batch, pipeline.lag=1 or more "
+                "for old_actor; pipeline.steps_per_batch=2 or more for step_start)"
             )
         return self
 
@@ -268,9 +195,3 @@ class RunConfig(Table):
             f"{broadcast}; largest possible lag: {pipeline.largest_lag} optimizer steps",
             f"objective {self.objective.describe()}",
         ]
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at the known name that looks most like `name`, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import ValidationError
 
-from steadyrl.config import RunConfig, Table, nearest
+from steadyrl.config import RunConfig
 from steadyrl.errors import ConfigError
+from steadyrl.method import Table, nearest
 
 
 def load_config(recipe: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

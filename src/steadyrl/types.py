@@ -58,6 +58,9 @@ class Rollout:
     text: str
     reward: float = float("nan")
     status: Status = "error"
+    # the K likeliest tokens at every sampled position, where an objective needs distributions
+    top_ids: NDArray[np.int32] | None = None  # [n, K], 0 where not sampled
+    top_logp: NDArray[np.float32] | None = None  # [n, K], -inf where not sampled
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -70,6 +73,10 @@ class Rollout:
                 f"rollout of {self.prompt_id}: {len(self.routed_experts)} rows of routed experts for {n} tokens; "
                 f"one row per input token, {n - 1}, is needed"
             )
+        for name in ("top_ids", "top_logp"):
+            rows = getattr(self, name)
+            if rows is not None and len(rows) != n:
+                raise ValueError(f"rollout of {self.prompt_id}: {name} has {len(rows)} rows for {n} tokens")
 
     @property
     def num_sampled(self) -> int:
@@ -141,6 +148,7 @@ class GenerationRequest:
     max_response_tokens: int
     temperature: float
     seed: int
+    top_logprobs: int = 0  # how many of the likeliest tokens to report with each sampled one
 
 
 @dataclass(frozen=True)
@@ -181,14 +189,13 @@ class TrainBatch:
     advantage: Tensor  # [S] float32
     routed_experts: Tensor | None  # [S, W, L, K] int64, -1 on padding
     rollout_ids: list[str]  # [S] names for error messages
+    top_ids: Tensor | None = None  # [S, W, K] int64
+    top_logp: Tensor | None = None  # [S, W, K] float32
 
     def rows(self, start: int, stop: int) -> TrainBatch:
         """The same micro-batch cut down to some of its sequences."""
-        experts = self.routed_experts
-        return TrainBatch(
-            **{name: getattr(self, name)[start:stop] for name in self.__dataclass_fields__ if name != "routed_experts"},
-            routed_experts=None if experts is None else experts[start:stop],
-        )
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return TrainBatch(**{name: None if value is None else value[start:stop] for name, value in fields.items()})
 
 
 @dataclass(frozen=True)

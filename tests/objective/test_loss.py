@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from steadyrl.config import ObjectiveConfig
+from steadyrl.method import ObjectiveConfig
 from steadyrl.objective.loss import LossOutput, policy_loss, trust_region_score
 from steadyrl.objective.quantile import order_statistic
+from steadyrl.objective.rule import Layout
 from steadyrl.types import BatchCounts, add_sums, pooled
 
 PRESETS = ["grpo", "gspo", "sat-grpo", "sat-gspo"]
@@ -26,7 +27,7 @@ class Case:
     """A batch of whole sequences, packed."""
 
     logp: Tensor
-    anchor_logp: Tensor
+    behavior_logp: Tensor
     advantage: Tensor
     loss_mask: Tensor
     sequence: Tensor
@@ -37,13 +38,15 @@ class Case:
     def counts(self) -> BatchCounts:
         return BatchCounts(int(self.loss_mask.sum()), len(self.sequence[self.loss_mask].unique()))
 
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.loss_mask, self.sequence, self.num_sequences)
+
     def arguments(self) -> dict:
-        names = ("logp", "anchor_logp", "advantage", "loss_mask", "sequence", "num_sequences")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("logp", "behavior_logp", "advantage", "layout")}
 
     def score(self, config: ObjectiveConfig) -> Tensor:
-        names = ("logp", "anchor_logp", "loss_mask", "sequence", "num_sequences")
-        return trust_region_score(config, **{name: getattr(self, name) for name in names})
+        return trust_region_score(config, self.logp, self.behavior_logp, self.layout)
 
 
 def random_case(lengths=(7, 1, 12, 4, 9, 2), *, seed=0, drift=0.25, masked=0.3, dtype=torch.float64) -> Case:
@@ -60,7 +63,7 @@ def random_case(lengths=(7, 1, 12, 4, 9, 2), *, seed=0, drift=0.25, masked=0.3, 
     reference = anchor + 0.3 * torch.randn(total, generator=generator, dtype=torch.float64)
     return Case(
         logp=(anchor + drift * (noise + shift)).to(dtype).requires_grad_(),
-        anchor_logp=anchor.to(dtype),
+        behavior_logp=anchor.to(dtype),
         advantage=advantage[sequence].to(dtype),
         loss_mask=mask,
         sequence=sequence,
@@ -79,11 +82,9 @@ def one_token(preset: str, drift: float, advantage: float, dtype=torch.float64, 
     out = policy_loss(
         objective(preset, **changes),
         logp=logp,
-        anchor_logp=torch.zeros(1, dtype=dtype),
+        behavior_logp=torch.zeros(1, dtype=dtype),
         advantage=torch.tensor([advantage], dtype=dtype),
-        loss_mask=torch.tensor([True]),
-        sequence=torch.tensor([0]),
-        num_sequences=1,
+        layout=Layout(torch.tensor([True]), torch.tensor([0]), 1),
         counts=BatchCounts(1, 1),
         quantile=None if q is None else torch.tensor(q, dtype=dtype),
     )
@@ -151,7 +152,7 @@ def textbook_loss(config: ObjectiveConfig, case: Case, q: float | None, referenc
     per_sequence = []
     for b in range(case.num_sequences):
         active = (case.sequence == b) & case.loss_mask
-        log_ratio = case.logp[active] - case.anchor_logp[active]
+        log_ratio = case.logp[active] - case.behavior_logp[active]
         if config.unit == "sequence":
             log_ratio = log_ratio.mean().expand(len(log_ratio))
         low = torch.full_like(log_ratio, config.boundary.low).detach()
@@ -178,7 +179,7 @@ def textbook_quantile(config: ObjectiveConfig, case: Case) -> float:
     scores = []
     for b in range(case.num_sequences):
         active = (case.sequence == b) & case.loss_mask
-        log_ratio = (case.logp[active] - case.anchor_logp[active]).tolist()
+        log_ratio = (case.logp[active] - case.behavior_logp[active]).tolist()
         if config.unit == "sequence":
             log_ratio = [sum(log_ratio) / len(log_ratio)] * len(log_ratio)
         scores += [abs(d) for d in log_ratio]
@@ -214,7 +215,7 @@ def test_no_gradient_flows_through_the_radii():
     """An oracle whose radii are *not* detached has another gradient; ours must be the detached one."""
     config = objective("sat-grpo", aggregation="token_mean")
     case = random_case([20] * 8, drift=0.05, masked=0.0, seed=3)
-    d = case.logp - case.anchor_logp
+    d = case.logp - case.behavior_logp
     q = order_statistic(d.abs(), case.loss_mask, 0.9)
     ours = gradient(policy_loss(config, **case.arguments(), counts=case.counts).loss, case.logp)
 
@@ -226,6 +227,74 @@ def test_no_gradient_flows_through_the_radii():
 
     torch.testing.assert_close(ours, gradient(leaky(d.detach()), case.logp))
     assert not torch.allclose(ours, gradient(leaky(d), case.logp))
+
+
+# ---- every unit and aggregation ---------------------------------------------------------------------------
+
+
+SURROGATES = {  # by rule: the value for autograd, from the log-ratio of the unit, the token's logp and A
+    "clip": lambda x, logp, a: torch.min(x.exp() * a, x.exp().clamp(0.8, 1.2) * a),
+    "spo": lambda x, logp, a: x.exp() * a - a.abs() / 0.4 * (x.exp() - 1) ** 2,
+    "sapo": lambda x, logp, a: (
+        torch.where(a > 0, 4 * torch.sigmoid(x.exp() - 1), 4 / 1.05 * torch.sigmoid(1.05 * (x.exp() - 1))) * a
+    ),
+    "cispo": lambda x, logp, a: x.detach().exp().clamp(max=5.0) * a * logp,
+    "topr": lambda x, logp, a: torch.where(a > 0, 1.0, x.detach().exp().clamp(max=1.0)) * a * logp,
+    "vespo": lambda x, logp, a: (
+        torch.where(a >= 0, 2 * x + 3 * (1 - x.exp()), 3 * x + 2 * (1 - x.exp())).exp().detach() * a * logp
+    ),
+}
+
+
+def textbook_of_unit(config: ObjectiveConfig, case: Case) -> Tensor:
+    """The objective response by response: one ratio and one term for each, a term for each token otherwise."""
+    terms = []
+    for b in range(case.num_sequences):
+        active = (case.sequence == b) & case.loss_mask
+        logp, advantage = case.logp[active], case.advantage[active]
+        d = logp - case.behavior_logp[active]
+        x = {
+            "token": d,
+            "sequence": d.mean().expand(len(d)),
+            "sequence_token": d.mean().detach() + logp - logp.detach(),  # GSPO-token: sg[rho] exp(logp - sg[logp])
+            "product": d.sum().expand(len(d)),
+        }[config.unit]
+        terms.append(SURROGATES[config.boundary.rule](x, logp, advantage))
+    if config.aggregation == "token_mean":
+        return -torch.cat(terms).mean()
+    if config.aggregation == "sequence_mean":
+        return -torch.stack([term.mean() for term in terms]).mean()
+    total = torch.stack([term.sum() for term in terms]).mean()
+    return -total if config.aggregation == "sequence_sum" else -total / config.aggregation_tokens
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
+@pytest.mark.parametrize(
+    ("unit", "rule"),
+    [
+        (unit, rule)
+        for unit in ("token", "sequence", "sequence_token", "product")
+        for rule in SURROGATES
+        if rule != "vespo" or unit == "product"
+    ],
+)
+def test_every_unit_has_the_gradient_of_its_response_level_formula(unit, rule, aggregation):
+    config = ObjectiveConfig.model_validate(
+        {
+            "unit": unit,
+            "boundary": {"rule": rule},
+            "aggregation": aggregation,
+            "aggregation_tokens": 7 if aggregation == "constant" else None,
+        }
+    )
+    case = random_case((5, 1, 9, 3), drift=0.1, seed=11)
+    if unit in ("token", "sequence_token"):  # these may have an advantage for each token
+        noise = torch.randn(18, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        case = replace(case, advantage=case.advantage + noise)
+    out = policy_loss(config, **case.arguments(), counts=case.counts)
+    expected = textbook_of_unit(config, case)
+    torch.testing.assert_close(out.loss, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient(out.loss, case.logp), gradient(expected, case.logp), rtol=1e-10, atol=1e-13)
 
 
 # ---- independence of the cut ------------------------------------------------------------------------------
@@ -240,7 +309,7 @@ def cut(case: Case, groups: list[list[int]], padding: int) -> list[tuple[Case, T
         junk = torch.full((padding,), float("nan"), dtype=case.logp.dtype)
         part = Case(
             logp=torch.cat([case.logp[index], junk]),
-            anchor_logp=torch.cat([case.anchor_logp[index], junk]),
+            behavior_logp=torch.cat([case.behavior_logp[index], junk]),
             advantage=torch.cat([case.advantage[index], junk]),
             loss_mask=torch.cat([case.loss_mask[index], torch.zeros(padding, dtype=torch.bool)]),
             sequence=torch.cat([rows, torch.full((padding,), len(group) - 1)]),
@@ -308,7 +377,7 @@ def test_what_masked_tokens_hold_changes_nothing(preset, garbage, dtype):
     def run(fill: float) -> tuple[LossOutput, Tensor]:
         swap = {
             name: torch.where(case.loss_mask, getattr(case, name).detach(), fill)
-            for name in ("logp", "anchor_logp", "advantage", "reference_logp")
+            for name in ("logp", "behavior_logp", "advantage", "reference_logp")
         }
         filled = replace(case, **(swap | {"logp": swap["logp"].requires_grad_()}))
         out = policy_loss(config, **filled.arguments(), counts=case.counts, reference_logp=filled.reference_logp)
@@ -346,11 +415,9 @@ def test_an_empty_micro_batch(preset):
     out = policy_loss(
         objective(preset),
         logp=empty,
-        anchor_logp=torch.zeros(0),
+        behavior_logp=torch.zeros(0),
         advantage=torch.zeros(0),
-        loss_mask=torch.zeros(0, dtype=torch.bool),
-        sequence=torch.zeros(0, dtype=torch.int64),
-        num_sequences=0,
+        layout=Layout(torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int64), 0),
         counts=BatchCounts(4, 2),
     )
     out.loss.backward()
@@ -373,11 +440,9 @@ def test_gspo_at_ratio_one_weighs_a_short_and_a_long_response_alike():
     out = policy_loss(
         objective("gspo"),
         logp=logp,
-        anchor_logp=logp.detach(),
+        behavior_logp=logp.detach(),
         advantage=torch.tensor([1.0, -1.0, -1.0, -1.0]),
-        loss_mask=torch.ones(4, dtype=torch.bool),
-        sequence=torch.tensor([0, 1, 1, 1]),
-        num_sequences=2,
+        layout=Layout(torch.ones(4, dtype=torch.bool), torch.tensor([0, 1, 1, 1]), 2),
         counts=BatchCounts(4, 2),
     )
     assert out.loss.item() == pytest.approx(0, abs=1e-7)
@@ -406,11 +471,9 @@ def test_nine_tenths_of_exact_zeros_turn_the_gate_off():
     out = policy_loss(
         objective("sat-grpo"),
         logp=drift,
-        anchor_logp=torch.zeros(10),
+        behavior_logp=torch.zeros(10),
         advantage=torch.ones(10),
-        loss_mask=torch.ones(10, dtype=torch.bool),
-        sequence=torch.zeros(10, dtype=torch.int64),
-        num_sequences=1,
+        layout=Layout(torch.ones(10, dtype=torch.bool), torch.zeros(10, dtype=torch.int64), 1),
         counts=BatchCounts(10, 1),
     )
     assert pooled(out.sums)["sat/q"] == 0
@@ -432,10 +495,286 @@ def test_the_sequence_quantile_weighs_responses_by_their_length():
     sequence = torch.tensor([0] * 8 + [1, 2])
     config = objective("sat-gspo")
     mask = torch.ones(10, dtype=torch.bool)
-    score = trust_region_score(config, drift, torch.zeros(10, dtype=torch.float64), mask, sequence, 3)
+    score = trust_region_score(config, drift, torch.zeros(10, dtype=torch.float64), Layout(mask, sequence, 3))
     assert score.tolist() == pytest.approx([0.01] * 8 + [0.2, 0.4])
     assert order_statistic(score, mask, 0.9).item() == pytest.approx(0.2)
     assert not score.requires_grad
+
+
+# ---- every rule -------------------------------------------------------------------------------------------
+
+
+RULES = {
+    "clip": {"rule": "clip", "dual": 3.0},
+    "sat": {"rule": "sat"},
+    "band": {"rule": "band", "low": 0.2, "high": 0.4},
+    "dppo tv": {"rule": "dppo", "low": 0.05, "high": 0.05},
+    "dppo kl": {"rule": "dppo", "divergence": "kl", "low": 0.02, "high": 0.02},
+    "dppo topk_tv": {"rule": "dppo", "divergence": "topk_tv"},
+    "dppo clip": {"rule": "dppo", "low": 1e-3, "high": 1e-3, "clip": 0.2},
+    "ipo": {"rule": "ipo"},
+    "kpop": {"rule": "kpop", "phi": 0.01},
+    "m2po": {"rule": "m2po"},
+    "vaco": {"rule": "vaco"},
+    "trpo": {"rule": "trpo"},
+    "importance": {"rule": "importance"},
+    "truncated": {"rule": "importance", "cap": 1.2},
+    "reinforce": {"rule": "importance", "weighted": False},
+    "cispo": {"rule": "cispo"},
+    "spo": {"rule": "spo"},
+    "drpo": {"rule": "drpo"},
+    "sapo": {"rule": "sapo"},
+    "vespo": {"rule": "vespo"},
+    "unbounded_positive": {"rule": "unbounded_positive"},
+    "topr": {"rule": "topr"},
+}
+
+
+def of_rule(name: str, **changes) -> ObjectiveConfig:
+    """An objective with this rule, in the unit that it is made for."""
+    unit = "product" if name == "vespo" else "token"
+    return ObjectiveConfig.model_validate({"unit": unit, "boundary": RULES[name], **changes})
+
+
+def divergence_of(case: Case) -> Tensor:
+    return ((case.logp.detach() - case.behavior_logp).abs() / 4).to(case.logp.dtype)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", [name for name in RULES if name != "m2po"])  # its budget is one micro-batch's
+def test_the_cut_of_the_batch_changes_nothing_for_any_rule(name, aggregation):
+    config = of_rule(name, aggregation=aggregation)
+    case = random_case((2, 30, 1, 17, 9, 25), seed=4, drift=0.1)
+    q = torch.tensor(0.1)
+
+    def run(part: Case) -> LossOutput:
+        return policy_loss(config, **part.arguments(), counts=case.counts, divergence=divergence_of(part), quantile=q)
+
+    whole = run(case)
+    parts = [run(part) for part, _ in cut(case, [[5, 1], [4, 0, 3], [2]], padding=3)]
+    loss, sums = sum(part.loss for part in parts), {}
+    for part in parts:
+        add_sums(sums, part.sums)
+    torch.testing.assert_close(loss, whole.loss, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradient(loss, case.logp), gradient(whole.loss, case.logp), rtol=1e-12, atol=1e-14)
+    assert pooled(sums) == pytest.approx(pooled(whole.sums), rel=1e-12)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf"), -1e4])
+@pytest.mark.parametrize("name", RULES)
+def test_what_masked_tokens_hold_changes_nothing_for_any_rule(name, garbage):
+    case = random_case(seed=6, dtype=torch.float32)
+
+    def run(fill: float) -> tuple[LossOutput, Tensor]:
+        fields = {"divergence": divergence_of(case)}
+        fields |= {field: getattr(case, field).detach() for field in ("logp", "behavior_logp", "advantage")}
+        fields = {field: torch.where(case.loss_mask, value, fill) for field, value in fields.items()}
+        logp = fields.pop("logp").requires_grad_()
+        out = policy_loss(of_rule(name), logp=logp, **fields, layout=case.layout, counts=case.counts)
+        return out, gradient(out.loss, logp)
+
+    (clean, clean_grad), (out, grad) = run(-1.0), run(garbage)
+    assert torch.equal(out.loss, clean.loss)
+    assert torch.equal(grad, clean_grad)
+    assert torch.isfinite(grad).all()
+    assert (grad[~case.loss_mask] == 0).all()
+    assert pooled(out.sums) == pooled(clean.sums)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_no_active_token_is_a_zero_that_can_be_differentiated_for_any_rule(name):
+    for size in (0, 3):
+        logp = torch.full((size,), float("nan"), requires_grad=True)
+        other = torch.full((size,), float("nan"))
+        layout = Layout(torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.int64), 1)
+        out = policy_loss(
+            of_rule(name),
+            logp=logp,
+            behavior_logp=other,
+            advantage=other,
+            layout=layout,
+            counts=BatchCounts(4, 2),
+            divergence=other,
+        )
+        assert out.loss.item() == 0
+        assert torch.equal(gradient(out.loss, logp), torch.zeros(size))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RULES)
+def test_extreme_ratios_and_missing_advantages_give_numbers(name, dtype):
+    logp = torch.tensor([-1.0, -701.0, -0.5, -90.0, -2.0, -1.0], dtype=dtype, requires_grad=True)
+    behavior = torch.tensor([-701.0, -1.0, -90.0, -0.5, -2.0, -math.inf], dtype=dtype)
+    sequence = torch.arange(6)
+    layout = Layout(torch.ones(6, dtype=torch.bool), sequence, 6)
+    for advantage in (1.0, -1.0, 0.0):
+        out = policy_loss(
+            of_rule(name),
+            logp=logp,
+            behavior_logp=behavior,
+            advantage=torch.full((6,), advantage, dtype=dtype),
+            layout=layout,
+            counts=BatchCounts(6, 6),
+            divergence=torch.ones(6, dtype=dtype),
+        )
+        assert torch.isfinite(out.loss)
+        assert torch.isfinite(gradient(out.loss, logp)).all()
+        assert out.loss.item() == 0 or advantage != 0
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_at_lag_zero_every_rule_is_the_policy_gradient(name):
+    """All ratios exactly 1: nothing is removed and the gradient is -A over the number of tokens."""
+    case = random_case(seed=12)
+    case = replace(case, logp=case.behavior_logp.clone().requires_grad_())
+    zero = torch.zeros_like(case.behavior_logp)
+    out = policy_loss(of_rule(name), **case.arguments(), counts=case.counts, divergence=zero)
+    expected = torch.where(case.loss_mask, -case.advantage / case.counts.num_tokens, 0.0)
+    torch.testing.assert_close(gradient(out.loss, case.logp), expected)
+    means = pooled(out.sums)
+    assert means["objective/clip_low"] == means["objective/clip_high"] == means["objective/outside_band"] == 0
+
+
+# ---- rules that become each other -------------------------------------------------------------------------
+
+
+def assert_same(
+    one: ObjectiveConfig, other: ObjectiveConfig, case: Case, *, value: bool = True, exact: bool = False, **arguments
+) -> None:
+    ours = policy_loss(one, **case.arguments(), counts=case.counts, **arguments)
+    theirs = policy_loss(other, **case.arguments(), counts=case.counts, **arguments)
+    tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-10, "atol": 1e-14}
+    if value:
+        torch.testing.assert_close(ours.loss, theirs.loss, **tolerance)
+    torch.testing.assert_close(gradient(ours.loss, case.logp), gradient(theirs.loss, case.logp), **tolerance)
+
+
+def rule(unit: str = "token", **boundary) -> ObjectiveConfig:
+    return ObjectiveConfig.model_validate({"unit": unit, "boundary": boundary})
+
+
+EXACT = rule(rule="importance")
+HUGE = 1e30
+
+
+@pytest.mark.parametrize("unit", ["token", "sequence", "product"])
+def test_sat_that_contracts_by_one_is_ppo(unit):
+    case = random_case(seed=13)
+    assert_same(rule(unit, rule="sat", kernel="const", strength=1.0), rule(unit, rule="clip"), case, exact=True)
+
+
+def test_sat_with_the_zero_kernel_removes_every_outward_gradient_of_the_tail():
+    case = random_case([20] * 4, seed=14, masked=0.0)
+    d = case.logp - case.behavior_logp
+    q = order_statistic(d.detach().abs(), case.loss_mask, 0.9)
+    tail = d.abs() > q
+    lower = torch.where(tail & (d < 0), 1.0, torch.full_like(d, 0.8))
+    upper = torch.where(tail & (d > 0), 1.0, torch.full_like(d, 1.2))
+    clipped = torch.max(torch.min(d.exp(), upper), lower)
+    expected = -torch.min(d.exp() * case.advantage, clipped * case.advantage).mean()
+    out = policy_loss(rule(rule="sat", kernel="zero"), **case.arguments(), counts=case.counts)
+    grad = gradient(out.loss, case.logp)
+    torch.testing.assert_close(out.loss, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(grad, gradient(expected, case.logp), rtol=1e-12, atol=1e-15)
+    outward = tail & (d * case.advantage > 0)
+    assert outward.any()
+    assert (grad[outward] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        {"rule": "dppo", "divergence": "tv", "low": HUGE, "high": HUGE, "cap": HUGE},
+        {"rule": "dppo", "divergence": "kl", "low": HUGE, "high": HUGE, "cap": HUGE},
+        {"rule": "cispo", "low": 1.0, "high": HUGE},
+        {"rule": "cispo", "low": 2.0, "high": HUGE},
+        {"rule": "importance", "cap": HUGE},
+        {"rule": "vaco", "bound": HUGE, "cap": HUGE},
+        {"rule": "band", "low": HUGE, "high": HUGE},
+    ],
+)
+def test_rules_without_their_limit_are_exact_importance_sampling(limit):
+    assert_same(rule(**limit), EXACT, random_case(seed=15))
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        {"rule": "drpo", "delta": HUGE},
+        {"rule": "spo", "eps": HUGE},
+        {"rule": "ipo", "threshold": HUGE},
+        {"rule": "kpop", "phi": HUGE},
+        {"rule": "m2po", "budget": HUGE},
+        {"rule": "trpo", "delta": HUGE},
+        {"rule": "clip", "low": 1.0, "high": HUGE},
+    ],
+)
+def test_surrogates_without_their_limit_have_the_gradient_of_exact_importance_sampling(limit):
+    case = random_case(seed=15)
+    assert_same(rule(**limit), EXACT, case, value=False, divergence=divergence_of(case))
+    ratio = torch.exp(case.logp - case.behavior_logp)
+    expected = -(ratio * case.advantage)[case.loss_mask].mean()
+    out = policy_loss(rule(**limit), **case.arguments(), counts=case.counts, divergence=divergence_of(case))
+    torch.testing.assert_close(out.loss, expected, rtol=1e-10, atol=0)
+
+
+def test_double_sided_masking_is_exact_importance_sampling_on_fewer_tokens():
+    case = random_case(seed=16)
+    inside = (case.logp - case.behavior_logp).exp()
+    inside = (inside > 0.8) & (inside < 1.4)
+    grad = gradient(policy_loss(of_rule("band"), **case.arguments(), counts=case.counts).loss, case.logp)
+    exact = gradient(policy_loss(EXACT, **case.arguments(), counts=case.counts).loss, case.logp)
+    assert (inside & case.loss_mask).any()
+    assert (~inside & case.loss_mask).any()
+    torch.testing.assert_close(grad, torch.where(inside, exact, 0.0))
+
+
+@pytest.mark.parametrize("other", [{"kind": "tis", "cap": HUGE}, {"kind": "icepop", "low": 0.0, "high": HUGE}])
+def test_corrections_without_a_bound_are_decoupled_ppo(other):
+    case = random_case(seed=17)
+    old = case.behavior_logp + 0.3 * torch.randn(35, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    one, plain = (
+        ObjectiveConfig.model_validate({"anchor": "old_actor", "correction": correction})
+        for correction in (other, {"kind": "decoupled"})
+    )
+    assert_same(one, plain, case, old_logp=old)
+
+
+def test_an_unbounded_correction_of_an_unbounded_ratio_is_exact_importance_sampling():
+    case = random_case(seed=18)
+    old = case.behavior_logp + 0.3 * torch.randn(35, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    through_old = ObjectiveConfig.model_validate(
+        {"anchor": "old_actor", "boundary": {"rule": "importance"}, "correction": {"kind": "tis", "cap": HUGE}}
+    )
+    assert_same(through_old, EXACT, case, old_logp=old)
+
+
+@pytest.mark.parametrize("correction", [None, {"kind": "decoupled"}])
+@pytest.mark.parametrize("age", [0, 1])
+def test_the_interpolated_anchor_at_age_one_is_the_engine(age, correction):
+    case = random_case(seed=19)
+    proximal = ObjectiveConfig.model_validate({"anchor": "prox_approx", "correction": correction})
+    assert_same(proximal, rule(rule="clip"), case, exact=True, age=torch.full((35,), age))
+
+
+def test_the_interpolated_anchor_at_a_later_age():
+    """x = r^(1/age), w = r^(1 - 1/age): unclipped, the gradient is that of the whole ratio."""
+    case = random_case(seed=19, drift=0.02)
+    config = ObjectiveConfig.model_validate(
+        {
+            "anchor": "prox_approx",
+            "boundary": {"rule": "clip", "low": 0.9, "high": 9.0},
+            "correction": {"kind": "decoupled"},
+        }
+    )
+    assert_same(config, EXACT, case, value=False, age=torch.full((35,), 4))
+
+
+@pytest.mark.parametrize("boundary", [{"rule": "clip"}, {"rule": "sat"}, {"rule": "spo"}, {"rule": "cispo"}])
+@pytest.mark.parametrize("unit", ["sequence", "sequence_token", "product"])
+def test_responses_of_one_token_have_one_ratio_in_every_unit(unit, boundary):
+    case = random_case((1,) * 40, seed=20)
+    assert_same(rule(unit, **boundary), rule(**boundary), case, exact=True)
 
 
 # ---- statistics -------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class LocalEngine:
         rollouts: list[Rollout] = []
         for start in range(0, len(prompts), self._max_sequences):
             rows = slice(start, start + self._max_sequences)
-            sampled = self._sample(prompts[rows], noise[rows], request.temperature)
+            sampled = self._sample(prompts[rows], noise[rows], request)
             for row, prompt in enumerate(prompts[rows]):
                 rollouts.append(self._rollout(prompt, (start + row) // samples, sampled, row))
         return rollouts
@@ -90,11 +90,11 @@ class LocalEngine:
                 )
 
     @torch.inference_mode()
-    def _sample(self, prompts: list[Prompt], noise: Tensor, temperature: float) -> _Sampled:
+    def _sample(self, prompts: list[Prompt], noise: Tensor, request: GenerationRequest) -> _Sampled:
         """Decode until every row met an end token or its limit; finished rows leave the batch."""
         input_ids, attention_mask = _left_pad(prompts)
         size, limit = noise.shape
-        sampled = _Sampled.empty(size, limit)
+        sampled = _Sampled.empty(size, limit, min(request.top_logprobs, self._model.config.vocab_size))
         position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         cache = DynamicCache()
         rows = torch.arange(size)  # which row of the request each row of the batch is
@@ -113,7 +113,7 @@ class LocalEngine:
                     layers = torch.stack(chosen, dim=1)  # [rows * width, L, K]
                     chosen.clear()
                     sampled.keep_routing(layers.unflatten(0, (len(rows), -1)), rows, step)
-                logp = torch.log_softmax(output.logits[:, -1].float() / temperature, dim=-1)
+                logp = torch.log_softmax(output.logits[:, -1].float() / request.temperature, dim=-1)
                 tokens = draw(logp, noise[rows, step])
                 sampled.keep_tokens(tokens, logp, rows, alive, step)
                 ended = torch.isin(tokens, self._eos)
@@ -140,6 +140,7 @@ class LocalEngine:
         behavior_logp = np.zeros(num_tokens, np.float32)
         behavior_logp[prompt_length:] = sampled.logp[row, :length].numpy()
         finish: Finish = "stop" if sampled.stopped[row] else "length"
+        top_ids, top_logp = sampled.top(row, prompt_length, length)
         return Rollout(
             prompt_id=prompt.prompt_id,
             group=group,
@@ -150,6 +151,8 @@ class LocalEngine:
             routed_experts=sampled.routing(row, prompt_length, length) if self._records_routing else None,
             finish=finish,
             text=str(self._tokenizer.decode(response, skip_special_tokens=True)),
+            top_ids=top_ids,
+            top_logp=top_logp,
         )
 
 
@@ -178,9 +181,11 @@ class _Sampled:
     stopped: Tensor  # [B] bool: met an end token
     prefill_experts: Tensor | None  # [B, width, L, K], left-padded
     decode_experts: Tensor | None  # [B, limit - 1, L, K]: of the response tokens that were fed back
+    top_ids: Tensor  # [B, limit, K] int32, K = 0 if not asked for
+    top_logp: Tensor  # [B, limit, K] float32
 
     @classmethod
-    def empty(cls, size: int, limit: int) -> _Sampled:
+    def empty(cls, size: int, limit: int, top_logprobs: int) -> _Sampled:
         return cls(
             token_ids=torch.zeros(size, limit, dtype=torch.int64),
             logp=torch.zeros(size, limit),
@@ -188,6 +193,8 @@ class _Sampled:
             stopped=torch.zeros(size, dtype=torch.bool),
             prefill_experts=None,
             decode_experts=None,
+            top_ids=torch.zeros(size, limit, top_logprobs, dtype=torch.int32),
+            top_logp=torch.full((size, limit, top_logprobs), -torch.inf),
         )
 
     def keep_tokens(self, tokens: Tensor, logp: Tensor, rows: Tensor, alive: Tensor, step: int) -> None:
@@ -195,6 +202,21 @@ class _Sampled:
         self.token_ids[rows[alive], step] = tokens[alive]
         self.logp[rows[alive], step] = chosen[alive]
         self.lengths[rows[alive]] += 1
+        if k := self.top_ids.shape[2]:
+            likeliest = logp[alive].topk(k, dim=-1)
+            self.top_ids[rows[alive], step] = likeliest.indices.to(torch.int32)
+            self.top_logp[rows[alive], step] = likeliest.values
+
+    def top(self, row: int, prompt_length: int, length: int) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+        """The likeliest tokens [prompt_length + length, K] and their log-probabilities, if they were kept."""
+        k = self.top_ids.shape[2]
+        if k == 0:
+            return None, None
+        ids, logp = np.zeros((prompt_length, k), np.int32), np.full((prompt_length, k), -np.inf, np.float32)
+        return (
+            np.concatenate([ids, self.top_ids[row, :length].numpy()]),
+            np.concatenate([logp, self.top_logp[row, :length].numpy()]),
+        )
 
     def keep_routing(self, experts: Tensor, rows: Tensor, step: int) -> None:
         if step == 0:

@@ -1,47 +1,33 @@
-"""Trust-region rules: how much of each sampled token's gradient is kept, and where the surrogate saturates.
+"""Intervals around ratio 1: the clip of PPO, and SAT, which shrinks its radii.
 
-Both rules are an interval [1 - low, 1 + high] around ratio 1. Everything here is detached: a rule
-steers the gradient and never carries one.
+Everything here is detached: a rule steers the gradient and never carries one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class BoundaryOutput:
-    """What a rule says about every token; all [T] and detached."""
-
-    surrogate: Tensor  # S, in the dtype of the log-ratio
-    coefficient: Tensor  # the gradient of S is coefficient * advantage * grad logp
-    radius_low: Tensor  # effective radii
-    radius_high: Tensor
-    outside: Tensor  # bool, the ratio is outside the band, whatever the advantage
-    removed_low: Tensor  # bool, outward and outside at this side: the gradient is removed
-    removed_high: Tensor  # bool
-
-    @property
-    def removed(self) -> Tensor:
-        return self.removed_low | self.removed_high
+from steadyrl.method import ClipBoundary, SatBoundary
+from steadyrl.objective.quantile import order_statistic
+from steadyrl.objective.ratio import saturated_ratio, tokens_per_sequence
+from steadyrl.objective.rule import BoundaryOutput, Layout, RuleInput
 
 
-def clip_boundary(log_ratio: Tensor, advantage: Tensor, low: Tensor | float, high: Tensor | float) -> BoundaryOutput:
+def interval(x: RuleInput, low: Tensor | float, high: Tensor | float) -> BoundaryOutput:
     """PPO: S = min(r A, clip(r, 1 - low, 1 + high) A), r = exp(log_ratio) (arXiv 1707.06347, Eq. 7).
 
     The gradient of S is r A grad logp, except where r is strictly outside the band *and* A pushes it
     further out; there it is 0. Pull-back gradients are kept.
 
     Args:
-        log_ratio: [T].
-        advantage: [T].
+        x: what the rule may look at.
         low, high: radii, numbers or [T].
     """
-    ratio = log_ratio.detach().exp()
-    advantage = advantage.detach().to(ratio.dtype)
+    ratio = saturated_ratio(x.log_ratio)
+    advantage = x.advantage.detach()
     # numbers become tensors before the arithmetic: 1 - low must round the same way for both kinds of radii
     radius_low = torch.as_tensor(low, dtype=ratio.dtype, device=ratio.device).detach().expand_as(ratio)
     radius_high = torch.as_tensor(high, dtype=ratio.dtype, device=ratio.device).detach().expand_as(ratio)
@@ -51,25 +37,60 @@ def clip_boundary(log_ratio: Tensor, advantage: Tensor, low: Tensor | float, hig
     return BoundaryOutput(
         surrogate=torch.minimum(ratio * advantage, ratio.clamp(lower, upper) * advantage),
         coefficient=torch.where(removed_low | removed_high, 0.0, ratio),
-        radius_low=radius_low,
-        radius_high=radius_high,
         outside=below | above,
         removed_low=removed_low,
         removed_high=removed_high,
+        radius_low=radius_low,
+        radius_high=radius_high,
     )
 
 
-def sat_contraction(log_ratio: Tensor, q: Tensor, exponent: float) -> tuple[Tensor, Tensor]:
-    """The factors (c_low, c_high) that SAT puts on the radii of the drifted tail (paper, Eq. 15-16).
+def clip(rule: ClipBoundary, x: RuleInput) -> BoundaryOutput:
+    """PPO's clip with fixed radii, and dual clip (arXiv 1912.09729, Eq. 5) if `dual` = c is set.
 
-        c = 1 / (1 + (|d| / q)^exponent)   if q > 0 and |d| > q, on the side of the sign of d;   1 otherwise
+        A < 0:   S = max( min(r A, clip(r, 1 - low, 1 + high) A), c A )
 
-    The gate is strict and c jumps there, from 1 to just below 1/2.
+    For A < 0 the plain surrogate falls without bound as r grows; dual clip holds it at c A and removes
+    the gradient where r > c. For A > 0 it does nothing.
+    """
+    plain = interval(x, rule.low, rule.high)
+    if rule.dual is None:
+        return plain
+    advantage = x.advantage.detach()
+    beyond = (advantage < 0) & (saturated_ratio(x.log_ratio) > rule.dual)
+    return BoundaryOutput(
+        surrogate=torch.where(beyond, rule.dual * advantage, plain.surrogate),
+        coefficient=torch.where(beyond, 0.0, plain.coefficient),
+        outside=plain.outside | beyond,
+        removed_low=plain.removed_low,
+        removed_high=plain.removed_high | beyond,
+        radius_low=plain.radius_low,
+        radius_high=plain.radius_high,
+    )
+
+
+def sat_contraction(rule: SatBoundary, log_ratio: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors (c_low, c_high) that SAT puts on the radii of the drifted tail (arXiv 2607.18722, Eq. 15-16).
+
+        c = kernel(|d| / q)   if q > 0 and |d| > q, on the side of the sign of d;   1 otherwise
+
+    The gate is strict. With v = |d| / q > 1, p = `exponent` and kappa = `strength`, the kernels are
+
+        hill             1 / (1 + v^p)           the paper's, p = 2; jumps from 1 to 1/2 at the gate
+        exp              exp(-kappa v)           our variant
+        exp_continuous   exp(-kappa (v - 1))     our variant; 1 at the gate
+        gauss            exp(-v^2 ln 2)          our variant; 1/2 at the gate
+        power            v^-p                    our variant; 1 at the gate
+        shifted_hill     1 / (1 + (v - 1)^p)     our variant; 1 at the gate
+        const            kappa                   our variant
+        zero             0                       our variant: an outward hard mask on the tail
+
+    All but `zero` keep what Prop. 4.1 needs: 0 < c <= 1, and c does not increase with |d|.
 
     Args:
+        rule: the kernel and its parameters.
         log_ratio: [T].
         q: 0-d, the quantile of |d|; 0 turns the gate off.
-        exponent: of the Hill kernel.
 
     Returns:
         Two [T] in the dtype of `log_ratio`, detached.
@@ -78,7 +99,55 @@ def sat_contraction(log_ratio: Tensor, q: Tensor, exponent: float) -> tuple[Tens
     q = q.detach().to(drift.dtype)
     size = drift.abs()
     gated = (q > 0) & (size > q)
-    kernel = 1.0 / (1.0 + (size / q) ** exponent)  # without meaning where q is 0, and not used there
+    kernel = _kernel(rule, size / q)  # without meaning where q is 0, and not used there
     c_low = torch.where(gated & (drift < 0), kernel, 1.0)
     c_high = torch.where(gated & (drift > 0), kernel, 1.0)
     return c_low, c_high
+
+
+def _kernel(rule: SatBoundary, v: Tensor) -> Tensor:
+    """The kernel at v = |d| / q."""
+    p, kappa = rule.exponent, rule.strength
+    match rule.kernel:
+        case "hill":
+            return 1.0 / (1.0 + v**p)
+        case "exp":
+            return torch.exp(-kappa * v)
+        case "exp_continuous":
+            return torch.exp(-kappa * (v - 1.0))
+        case "gauss":
+            return torch.exp(-math.log(2.0) * v**2)
+        case "power":
+            return v**-p
+        case "shifted_hill":
+            # below the gate it is not used, and a negative base would be NaN there
+            return 1.0 / (1.0 + (v - 1.0).clamp(min=0.0) ** p)
+        case "const":
+            return torch.full_like(v, kappa)
+        case "zero":
+            return torch.zeros_like(v)
+
+
+def sat_quantile(rule: SatBoundary, scores: Tensor, layout: Layout) -> Tensor:
+    """q, the alpha-quantile of the scores |d| of the active tokens (arXiv 2607.18722, Eq. 14).
+
+        token       inf{ x : share of active tokens with score <= x is at least alpha }
+        response    inf{ x : mean over responses of n_b(x) / T_b is at least alpha },
+                    n_b(x) = active tokens of response b with score <= x, T_b = all of them    (our variant)
+
+    Both are one of the scores: nothing is interpolated. With `token` a response counts T_b times, with
+    `response` once whatever its length; a response without an active token does not count.
+
+    Returns:
+        0-d, detached, dtype of `scores`; 0 when no token is active.
+    """
+    if rule.quantile_weight == "token":
+        return order_statistic(scores, layout.loss_mask, rule.alpha)
+    lengths = tokens_per_sequence(layout.loss_mask, layout.sequence, layout.num_sequences)
+    return order_statistic(scores, layout.loss_mask, rule.alpha, weights=1.0 / lengths[layout.sequence])
+
+
+def policy_gradient(weight: Tensor, x: RuleInput) -> Tensor:
+    """The value w A logp of a policy gradient with the detached weight w; 0 where w A is, also if logp is -inf."""
+    factor = weight * x.advantage.detach()
+    return torch.where(factor == 0, 0.0, factor * x.logp.detach())

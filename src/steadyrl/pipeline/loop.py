@@ -29,7 +29,13 @@ from steadyrl.errors import EngineError, TrainingError
 from steadyrl.pipeline.accounts import Clock, Counters, Group, Observer, reward_metrics
 from steadyrl.pipeline.backend import Backend, Generated
 from steadyrl.pipeline.packing import advantages, pack
-from steadyrl.pipeline.schedule import batches_ahead, generation_version, is_broadcast_version, snapshots_needed
+from steadyrl.pipeline.schedule import (
+    anchor_version,
+    batches_ahead,
+    generation_version,
+    is_broadcast_version,
+    snapshots_needed,
+)
 from steadyrl.tasks.base import Task
 from steadyrl.trainer.base import Learner
 from steadyrl.trainer.checkpoint import load_snapshots, load_state, save_checkpoint
@@ -139,6 +145,7 @@ class TrainingLoop:
                 max_response_tokens=self._config.sampling.max_response_tokens,
                 temperature=self._config.sampling.temperature,
                 seed=stream_seed(self._config.seed, f"rollouts/{batch_id}"),
+                top_logprobs=self._config.objective.num_top_logprobs,
             )
         )
 
@@ -242,10 +249,9 @@ class TrainingLoop:
         micro_batches = pack(
             rollouts, advantages(groups, self._config.objective), self._config.trainer.tokens_per_micro_batch
         )
-        old_actor = None
-        if self._config.objective.anchor == "old_actor":
-            old_actor = self._snapshots[generation_version(self._pipeline, batch_id)]
-        self._metrics, self._histograms = self._learner.train_step(micro_batches, old_actor)
+        scoring = anchor_version(self._pipeline, self._config.objective.anchor, batch_id)
+        old_weights = None if scoring is None else self._snapshots[scoring]
+        self._metrics, self._histograms = self._learner.train_step(micro_batches, old_weights)
         self._count(chunk)
         self._clock.measure("train", start, self._learner.version)
 
@@ -272,9 +278,10 @@ class TrainingLoop:
     def _keep_snapshot(self) -> None:
         """Copy the weights if a batch will come from them, and forget those that none will."""
         version = self._learner.version
-        needed = snapshots_needed(self._pipeline, version)
+        scoring = anchor_version(self._pipeline, self._config.objective.anchor, version // self._pipeline.steps_per_batch)
+        needed = snapshots_needed(self._pipeline, version) | ({scoring} if scoring is not None else set())
         self._snapshots = {old: weights for old, weights in self._snapshots.items() if old in needed}
-        if is_broadcast_version(self._pipeline, version) and version not in self._snapshots:
+        if (is_broadcast_version(self._pipeline, version) or version == scoring) and version not in self._snapshots:
             self._snapshots[version] = {name: w.clone() for name, w in self._learner.named_weights().items()}
 
     def _save(self) -> None:

@@ -6,11 +6,13 @@ Everything is shifted here, once: position t of a row speaks about the token tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from steadyrl.config import ObjectiveConfig
+from steadyrl.method import ObjectiveConfig
 from steadyrl.objective.advantage import group_advantage
 from steadyrl.types import Rollout, TrainBatch, as_tensor
 
@@ -51,6 +53,8 @@ def pad(rollouts: Sequence[Rollout], advantage: Tensor) -> TrainBatch:
         advantage=advantage.clone(),
         routed_experts=_pad_experts(rollouts, width),
         rollout_ids=[f"{rollout.prompt_id} (group {rollout.group})" for rollout in rollouts],
+        top_ids=_pad_top([rollout.top_ids for rollout in rollouts], width, torch.int64, 0),
+        top_logp=_pad_top([rollout.top_logp for rollout in rollouts], width, torch.float32, -torch.inf),
     )
     for row, rollout in enumerate(rollouts):
         length = len(rollout.token_ids) - 1
@@ -74,3 +78,14 @@ def _pad_experts(rollouts: Sequence[Rollout], width: int) -> Tensor | None:
         assert rollout.routed_experts is not None, "an engine records the experts of every rollout or of none"
         experts[row, : len(rollout.routed_experts)] = as_tensor(rollout.routed_experts, torch.int64)
     return experts
+
+
+def _pad_top(rows: Sequence[NDArray[Any] | None], width: int, dtype: torch.dtype, filler: float) -> Tensor | None:
+    """[S, W, K], shifted like every other field; None when the engine kept no distributions."""
+    if rows[0] is None:
+        return None
+    padded = torch.full((len(rows), width, rows[0].shape[1]), filler, dtype=dtype)
+    for index, row in enumerate(rows):
+        assert row is not None, "an engine keeps the distributions of every rollout or of none"
+        padded[index, : len(row) - 1] = as_tensor(row, dtype)[1:]
+    return padded

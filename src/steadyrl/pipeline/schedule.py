@@ -47,3 +47,12 @@ def snapshots_needed(pipeline: PipelineConfig, step: int) -> set[int]:
     batch = step // pipeline.steps_per_batch
     versions = {generation_version(pipeline, batch + ahead) for ahead in range(batches_ahead(pipeline) + 1)}
     return versions | {step - step % pipeline.lag} if pipeline.regime == "batch" else versions
+
+
+def anchor_version(pipeline: PipelineConfig, anchor: str, batch: int) -> int | None:
+    """The weight version that scores a batch for an anchor, or None where no scoring pass is needed."""
+    if anchor == "old_actor":
+        return generation_version(pipeline, batch)
+    if anchor == "step_start":
+        return batch * pipeline.steps_per_batch
+    return None

@@ -17,11 +17,11 @@ class Learner(Protocol):
     version: int  # optimizer steps completed
 
     def train_step(
-        self, micro_batches: Sequence[TrainBatch], old_actor: Mapping[str, Tensor] | None
+        self, micro_batches: Sequence[TrainBatch], old_weights: Mapping[str, Tensor] | None
     ) -> tuple[dict[str, float], dict[str, list[float]]]:
         """One optimizer step over all the micro-batches; pooled metrics, and histograms.
 
-        `old_actor` are the weights that sampled, for the anchor of that name.
+        `old_weights` are those that the anchors old_actor and step_start score the batch with.
 
         Raises:
             TrainingError: a gradient is not finite; the weights are those before the step.

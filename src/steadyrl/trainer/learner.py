@@ -7,26 +7,52 @@ that the loss and its gradient are the same however the batch is cut.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from steadyrl.config import ObjectiveConfig, RunConfig, SatBoundary
-from steadyrl.diagnostics.mismatch import max_abs, mismatch_sums
-from steadyrl.diagnostics.staleness import lag_extremes, lag_histogram, lag_sums
+from steadyrl.config import RunConfig
+from steadyrl.diagnostics.trust_region import topk_divergence
 from steadyrl.errors import TrainingError
+from steadyrl.method import DppoBoundary, ObjectiveConfig, SatBoundary
 from steadyrl.models.load import load_model, save_model
 from steadyrl.models.logprobs import token_logp
 from steadyrl.models.routing import RoutingReplay, replay_routing
-from steadyrl.objective.loss import LossOutput, policy_loss, trust_region_score
-from steadyrl.objective.quantile import order_statistic
+from steadyrl.objective.boundary import sat_quantile
+from steadyrl.objective.loss import LossOutput, anchor_of, policy_loss, trust_region_score
+from steadyrl.objective.rule import Layout
 from steadyrl.trainer.optim import learning_rate, load_optimizer, make_optimizer, save_optimizer
-from steadyrl.types import BatchCounts, Sums, TrainBatch, add_sums, pooled
+from steadyrl.trainer.step_statistics import StepStatistics
+from steadyrl.types import BatchCounts, TrainBatch
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A micro-batch with what frozen policies say about it; all [S * W]."""
+
+    batch: TrainBatch
+    layout: Layout
+    old_logp: Tensor | None  # of the old_actor and step_start anchors
+    reference_logp: Tensor | None
+
+    @property
+    def behavior_logp(self) -> Tensor:
+        return self.batch.behavior_logp.flatten()
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """A forward pass of the policy being trained."""
+
+    logp: Tensor  # [S * W] float32
+    divergence: Tensor | None  # [S * W], where the objective needs it
+    replay: RoutingReplay | None
 
 
 class LocalLearner:
@@ -41,32 +67,39 @@ class LocalLearner:
         self._temperature = config.sampling.temperature
         self._replays = config.model.routing_replay
         self._largest_lag = config.pipeline.largest_lag
+        self._longest_response = config.sampling.max_response_tokens
         self._optimizer = make_optimizer(model, config.trainer)
         self._reference = copy.deepcopy(model).requires_grad_(False) if config.objective.kl_coef > 0 else None
+        self._quantile_ema: float | None = None  # of quantile_scope = "ema"
 
     def named_weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
 
     def train_step(
-        self, micro_batches: Sequence[TrainBatch], old_actor: Mapping[str, Tensor] | None
+        self, micro_batches: Sequence[TrainBatch], old_weights: Mapping[str, Tensor] | None
     ) -> tuple[dict[str, float], dict[str, list[float]]]:
         """One optimizer step; see `trainer.base.Learner`."""
         counts = BatchCounts(
             num_tokens=sum(int(batch.loss_mask.sum()) for batch in micro_batches),
             num_sequences=sum(int(batch.loss_mask.any(dim=1).sum()) for batch in micro_batches),
         )
-        anchors = [self._anchor_logp(batch, old_actor) for batch in micro_batches]
-        quantile = self._batch_quantile(micro_batches, anchors)
-        statistics = _Statistics(self.version, self._largest_lag)
+        scored = self._score(micro_batches, old_weights)
+        quantile = self._quantile(scored)
+        statistics = StepStatistics(
+            version=self.version,
+            largest_lag=self._largest_lag,
+            longest_response=self._longest_response,
+            splits_mismatch=self._objective.anchor == "old_actor",
+        )
         self._optimizer.zero_grad(set_to_none=True)
-        for batch, anchor_logp in zip(micro_batches, anchors, strict=True):
-            logp, replay = self._logp(self._model, batch)
-            output = self._loss(batch, logp, anchor_logp, counts, quantile)
+        for part in scored:
+            forward = self._forward(part.batch)
+            output = self._loss(part, forward, counts, quantile)
             output.loss.backward()
-            statistics.add(batch, logp.detach(), output, replay)
+            statistics.add(part.batch, part.layout, forward.logp.detach(), part.old_logp, output, forward.replay)
         grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
         if not torch.isfinite(grad_norm):
-            culprits = self._not_finite(micro_batches, anchors, counts, quantile)
+            culprits = self._not_finite(scored, counts, quantile)
             self._optimizer.zero_grad(set_to_none=True)
             raise TrainingError(
                 f"the gradient of optimizer step {self.version + 1} is not finite; the weights are still those of "
@@ -82,37 +115,66 @@ class LocalLearner:
         return {**metrics, "optim/grad_norm": float(grad_norm), "optim/lr": lr}, histograms
 
     def save(self, folder: Path) -> None:
-        """The model in Hugging Face format, and the state of the optimizer."""
+        """The model in Hugging Face format, the state of the optimizer, and that of the objective."""
         save_model(self._model, self._tokenizer, folder / "model")
         save_optimizer(self._optimizer, dict(self._model.named_parameters()), folder / "optimizer.safetensors")
+        (folder / "objective.json").write_text(json.dumps({"quantile_ema": self._quantile_ema}), encoding="utf-8")
 
     def load(self, folder: Path, version: int) -> None:
         """Go on from what `save` wrote after `version` optimizer steps."""
         saved = load_model(str(folder / "model"), torch.float32)
         self._model.load_state_dict(saved.state_dict())
         load_optimizer(self._optimizer, dict(self._model.named_parameters()), folder / "optimizer.safetensors")
+        self._quantile_ema = json.loads((folder / "objective.json").read_text(encoding="utf-8"))["quantile_ema"]
         self.version = version
 
-    def _logp(self, model: PreTrainedModel, batch: TrainBatch) -> tuple[Tensor, RoutingReplay | None]:
-        """[S * W] float32 log-probabilities of the targets, through the recorded experts if there are any."""
+    def _forward(self, batch: TrainBatch, model: PreTrainedModel | None = None) -> _Forward:
+        """Log-probabilities of the targets, through the recorded experts if there are any."""
+        model = model or self._model
         experts = None
         if self._replays and model is not self._reference:  # the reference keeps its own routing
             experts = batch.routed_experts
             assert experts is not None, "routing replay needs an engine that records the experts"
         with nullcontext() if experts is None else replay_routing(model, experts) as replay:
             logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-        return token_logp(logits, batch.target_ids, self._temperature).flatten(), replay
+        logp = token_logp(logits, batch.target_ids, self._temperature).flatten()
+        return _Forward(logp, self._divergence(batch, logits), replay)
 
     @torch.no_grad()
-    def _anchor_logp(self, batch: TrainBatch, old_actor: Mapping[str, Tensor] | None) -> Tensor:
-        """[S * W]: the policy that ratios are taken against."""
-        if self._objective.anchor == "rollout":
-            return batch.behavior_logp.flatten()
-        assert old_actor is not None, "the old_actor anchor needs the weights that sampled"
+    def _divergence(self, batch: TrainBatch, logits: Tensor) -> Tensor | None:
+        """[S * W]: how far the policy is from the engine in the state each token was drawn in."""
+        if batch.top_ids is None or batch.top_logp is None:
+            return None
+        rule = self._objective.boundary
+        kind = "kl" if isinstance(rule, DppoBoundary) and rule.divergence == "topk_kl" else "tv"
+        current = torch.log_softmax(logits.float() / self._temperature, dim=-1).gather(-1, batch.top_ids)
+        return topk_divergence(batch.top_logp.flatten(0, 1), current.flatten(0, 1), kind)
+
+    @torch.no_grad()
+    def _score(self, micro_batches: Sequence[TrainBatch], old_weights: Mapping[str, Tensor] | None) -> list[_Scored]:
+        """The passes of the frozen policies, old weights first and all together: swapping weights costs a copy."""
+        old_logp: list[Tensor | None] = [None] * len(micro_batches)
+        if self._objective.needs_old_logp:
+            assert old_weights is not None, f"the {self._objective.anchor} anchor needs the weights of that policy"
+            with self._weights(old_weights):
+                old_logp = [self._forward(batch).logp for batch in micro_batches]
+        return [
+            _Scored(
+                batch,
+                _layout(batch),
+                old,
+                self._forward(batch, self._reference).logp if self._reference is not None else None,
+            )
+            for batch, old in zip(micro_batches, old_logp, strict=True)
+        ]
+
+    @contextmanager
+    def _weights(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """The model with other weights for a moment."""
         current = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
         try:
-            self._assign(old_actor)
-            return self._logp(self._model, batch)[0]
+            self._assign(weights)
+            yield
         finally:
             self._assign(current)
 
@@ -121,102 +183,76 @@ class LocalLearner:
             parameter.data.copy_(weights[name])
 
     @torch.no_grad()
-    def _batch_quantile(self, micro_batches: Sequence[TrainBatch], anchors: Sequence[Tensor]) -> Tensor | None:
+    def _quantile(self, scored: Sequence[_Scored]) -> Tensor | None:
         """q of SAT over the whole optimizer batch; None where the loss can take it from its micro-batch."""
         rule = self._objective.boundary
-        if not isinstance(rule, SatBoundary) or rule.quantile_scope == "microbatch" or len(micro_batches) == 1:
+        if not isinstance(rule, SatBoundary) or rule.quantile_scope == "microbatch":
             return None
-        scores = [
-            trust_region_score(self._objective, self._logp(self._model, batch)[0], anchor, *_layout(batch))
-            for batch, anchor in zip(micro_batches, anchors, strict=True)
-        ]
-        masks = [batch.loss_mask.flatten() for batch in micro_batches]
-        return order_statistic(torch.cat(scores), torch.cat(masks), rule.alpha)
+        if rule.quantile_scope == "batch" and len(scored) == 1:
+            return None
+        scores, layouts, first = [], [], 0
+        for part in scored:
+            logp = self._forward(part.batch).logp
+            age = _age(part.batch, self.version)
+            anchor_logp = anchor_of(self._objective, logp, part.behavior_logp, part.old_logp, age)
+            scores.append(trust_region_score(self._objective, logp, anchor_logp, part.layout))
+            layouts.append((part.layout.loss_mask, part.layout.sequence + first))
+            first += part.layout.num_sequences
+        whole = Layout(torch.cat([mask for mask, _ in layouts]), torch.cat([rows for _, rows in layouts]), first)
+        q = sat_quantile(rule, torch.cat(scores), whole)
+        if rule.quantile_scope == "batch":
+            return q
+        before = float(q) if self._quantile_ema is None else self._quantile_ema
+        self._quantile_ema = rule.ema_decay * before + (1 - rule.ema_decay) * float(q)
+        return torch.tensor(self._quantile_ema, dtype=q.dtype)
 
-    def _loss(
-        self, batch: TrainBatch, logp: Tensor, anchor_logp: Tensor, counts: BatchCounts, quantile: Tensor | None
-    ) -> LossOutput:
-        loss_mask, sequence, num_sequences = _layout(batch)
-        reference_logp = None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference_logp = self._logp(self._reference, batch)[0]
+    def _loss(self, part: _Scored, forward: _Forward, counts: BatchCounts, quantile: Tensor | None) -> LossOutput:
         return policy_loss(
             self._objective,
-            logp=logp,
-            anchor_logp=anchor_logp,
-            advantage=batch.advantage[sequence],
-            loss_mask=loss_mask,
-            sequence=sequence,
-            num_sequences=num_sequences,
+            logp=forward.logp,
+            behavior_logp=part.behavior_logp,
+            advantage=part.batch.advantage[part.layout.sequence],
+            layout=part.layout,
             counts=counts,
+            old_logp=part.old_logp,
+            reference_logp=part.reference_logp,
+            age=_age(part.batch, self.version),
+            divergence=forward.divergence,
             quantile=quantile,
-            reference_logp=reference_logp,
         )
 
-    def _not_finite(
-        self,
-        micro_batches: Sequence[TrainBatch],
-        anchors: Sequence[Tensor],
-        counts: BatchCounts,
-        quantile: Tensor | None,
-    ) -> str:
+    def _not_finite(self, scored: Sequence[_Scored], counts: BatchCounts, quantile: Tensor | None) -> str:
         """The rollouts whose gradient alone is not finite, by name."""
         culprits = []
-        for batch, anchor_logp in zip(micro_batches, anchors, strict=True):
-            anchor_rows = anchor_logp.unflatten(0, batch.input_ids.shape)
-            for row, name in enumerate(batch.rollout_ids):
+        for part in scored:
+            shape = part.batch.input_ids.shape
+            for row, name in enumerate(part.batch.rollout_ids):
+                single = part.batch.rows(row, row + 1)
+                alone = _Scored(
+                    single,
+                    _layout(single),
+                    *(
+                        None if logp is None else logp.unflatten(0, shape)[row]
+                        for logp in (part.old_logp, part.reference_logp)
+                    ),
+                )
                 self._optimizer.zero_grad(set_to_none=True)
-                single = batch.rows(row, row + 1)
-                logp, _ = self._logp(self._model, single)
-                self._loss(single, logp, anchor_rows[row], counts, quantile).loss.backward()
+                forward = self._forward(single)
+                self._loss(alone, forward, counts, quantile).loss.backward()
                 gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
                 if not all(torch.isfinite(gradient).all() for gradient in gradients):
-                    gap = float((logp.detach() - anchor_rows[row])[single.loss_mask[0]].abs().max())
+                    gap = float((forward.logp.detach() - alone.behavior_logp)[single.loss_mask[0]].abs().max())
                     culprits.append(f"rollout of {name}, largest |log ratio| {gap:.4g}")
         return "; ".join(culprits[:8]) or "no single rollout, only their sum"
 
 
-def _layout(batch: TrainBatch) -> tuple[Tensor, Tensor, int]:
-    """Loss mask [S * W], sequence of each position [S * W], and S."""
+def _layout(batch: TrainBatch) -> Layout:
+    """Loss mask and sequence of each of the S * W positions."""
     size, width = batch.loss_mask.shape
-    return batch.loss_mask.flatten(), torch.arange(size).repeat_interleave(width), size
+    return Layout(batch.loss_mask.flatten(), torch.arange(size).repeat_interleave(width), size)
 
 
-@dataclass
-class _Statistics:
-    """Collects over the micro-batches of a step, and divides once."""
-
-    version: int
-    largest_lag: int
-    sums: Sums = field(default_factory=dict)
-    minima: dict[str, Tensor] = field(default_factory=dict)
-    maxima: dict[str, Tensor] = field(default_factory=dict)
-    lags: Tensor | None = None
-
-    def add(self, batch: TrainBatch, logp: Tensor, output: LossOutput, replay: RoutingReplay | None) -> None:
-        loss_mask = batch.loss_mask.flatten()
-        behavior_logp, versions = batch.behavior_logp.flatten(), batch.versions.flatten()
-        add_sums(self.sums, output.sums)
-        add_sums(self.sums, mismatch_sums(logp, behavior_logp, loss_mask))
-        add_sums(self.sums, lag_sums(self.version, versions, loss_mask))
-        if replay is not None:
-            add_sums(self.sums, {"routing/disagreement": (sum(replay.disagreements), sum(replay.tokens))})
-        lowest, highest = lag_extremes(self.version, versions, loss_mask)
-        _keep(self.minima, torch.minimum, {**output.extremes, "staleness/lag_min": lowest})
-        largest_gap = max_abs(logp, behavior_logp, loss_mask)
-        _keep(self.maxima, torch.maximum, {"staleness/lag_max": highest, "mismatch/max_abs": largest_gap})
-        lags = lag_histogram(self.version, versions, loss_mask, self.largest_lag)
-        self.lags = lags if self.lags is None else self.lags + lags
-
-    def pooled(self) -> tuple[dict[str, float], dict[str, list[float]]]:
-        means = pooled(self.sums)
-        means["mismatch/variance"] = means.pop("mismatch/delta_squared") - means["mismatch/delta"] ** 2
-        extremes = {name: float(value) for name, value in {**self.minima, **self.maxima}.items()}
-        assert self.lags is not None
-        return {**means, **extremes}, {"lag": self.lags.tolist()}
-
-
-def _keep(kept: dict[str, Tensor], choose, values: Mapping[str, Tensor]) -> None:
-    for name, value in values.items():
-        kept[name] = choose(kept[name], value) if name in kept else value
+def _age(batch: TrainBatch, version: int) -> Tensor:
+    """[S * W] int64: lag of every token, 0 where not sampled."""
+    versions = batch.versions.flatten()
+    return torch.where(versions >= 0, version - versions, 0)

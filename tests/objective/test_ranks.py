@@ -1,0 +1,84 @@
+"""Two gloo ranks against one process: counts, quantile, loss and gradient."""
+
+import socket
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from objective.batches import Batch, loss_and_gradient, loss_of, make_batch, objective_of, quantile_of, scores_of
+
+from steadyrl.objective.quantile import order_statistic_across
+from steadyrl.objective.ratio import tokens_per_sequence
+from steadyrl.types import BatchCounts
+
+CASES = ["grpo", "sat-grpo", "sat-gspo", "sat-gspo-response", "dr-grpo", "vespo", "gspo-tis", "trm", "ipo"]
+SHARES = {"even": [[0, 1, 5], [2, 3, 4, 6]], "one rank empty": [[0, 1, 2, 3, 4, 5, 6], []], "one token": [[1], [0, 2]]}
+
+
+def of_all(counts: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(counts)
+    return counts
+
+
+def rank_quantile(objective, mine: Batch) -> torch.Tensor | None:
+    rule = objective.boundary
+    if rule.rule != "sat":
+        return None
+    weights = None
+    if rule.quantile_weight == "response":
+        weights = 1 / tokens_per_sequence(mine.loss_mask, mine.sequence, mine.num_sequences)[mine.sequence]
+    return order_statistic_across(scores_of(objective, mine), mine.loss_mask, rule.alpha, of_all, weights)
+
+
+def work(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    results = {}
+    for share, responses in SHARES.items():
+        mine = make_batch().take(responses[rank])
+        local = torch.tensor([mine.counts.num_tokens, mine.counts.num_sequences])
+        counts = BatchCounts(*of_all(local).tolist())
+        for preset in CASES:
+            objective = objective_of(preset)
+            quantile = rank_quantile(objective, mine)
+            leaf = replace(mine, logp=mine.logp.clone().requires_grad_())
+            loss = loss_of(objective, leaf, counts, quantile).loss
+            (gradient,) = torch.autograd.grad(loss, leaf.logp)
+            results[share, preset] = (of_all(loss.detach()), gradient, quantile)
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each of the two ranks found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(work, args=(port, str(folder)), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("preset", CASES)
+def test_two_ranks_are_one_process(ranks, preset, share):
+    first, second = SHARES[share]
+    whole = make_batch().take([*first, *second])
+    loss, gradient = loss_and_gradient(objective_of(preset), whole)
+    for rank in ranks:
+        torch.testing.assert_close(rank[share, preset][0], loss, rtol=1e-12, atol=1e-14)
+    apart = torch.cat([rank[share, preset][1] for rank in ranks])
+    torch.testing.assert_close(apart, gradient, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("preset", [name for name in CASES if name.startswith("sat")])
+def test_every_rank_has_the_same_quantile(ranks, preset, share):
+    first, second = SHARES[share]
+    alone = quantile_of(objective_of(preset), make_batch().take([*first, *second]))
+    assert alone > 0
+    assert all(torch.equal(rank[share, preset][2], alone) for rank in ranks)
