@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,7 +26,7 @@ app = typer.Typer(
 console = Console()
 
 Recipe = Annotated[Path, typer.Argument(help="a TOML recipe, for example recipes/tiny.toml")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, for example pipeline.lag=4 objective=grpo")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, for example pipeline.lag=4 objective.preset=gspo")]
 
 
 @app.command()
@@ -37,7 +38,8 @@ def train(
     """Train a recipe and write its run folder and report."""
     config = load_config(recipe, overrides or [])
     for sentence in config.arithmetic():
-        console.print(sentence)
+        console.print(sentence, soft_wrap=True)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' own progress bars, here and in the engine's process
     from transformers.utils import logging as transformers_logging
 
     from steadyrl.reports.progress import TrainingProgress
