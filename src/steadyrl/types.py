@@ -55,9 +55,10 @@ class Rollout:
     versions: NDArray[np.int32]  # [n]
     routed_experts: NDArray[Any] | None  # [n-1, L, K] uint8 or uint16
     finish: Finish
-    text: str
+    text: str  # of the response
     reward: float = float("nan")
     status: Status = "error"
+    prompt_text: str = ""
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -104,6 +105,7 @@ class Rollout:
                 "base64": base64.b64encode(np.ascontiguousarray(experts).tobytes()).decode("ascii"),
             },
             "finish": self.finish,
+            "prompt_text": self.prompt_text,
             "text": self.text,
             "reward": self.reward,
             "status": self.status,
@@ -124,8 +126,9 @@ class Rollout:
             else np.frombuffer(base64.b64decode(experts["base64"]), experts["dtype"]).reshape(experts["shape"]),
             finish=data["finish"],
             text=data["text"],
-            reward=data["reward"],
+            reward=float("nan") if data["reward"] is None else data["reward"],  # JSON has no NaN
             status=data["status"],
+            prompt_text=data["prompt_text"],
         )
 
 

@@ -150,6 +150,7 @@ class LocalEngine:
             routed_experts=sampled.routing(row, prompt_length, length) if self._records_routing else None,
             finish=finish,
             text=str(self._tokenizer.decode(response, skip_special_tokens=True)),
+            prompt_text=prompt.text,
         )
 
 
