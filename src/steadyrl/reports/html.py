@@ -79,9 +79,9 @@ def _sections(runs: list[RunData]) -> list[dict[str, Any]]:
         (
             "Trust region",
             figures.trust_region,
-            "Shares of the trained tokens. Left: those whose gradient was removed at the lower or the upper edge, SAT's "
-            "part included. Right: the gate rate (tokens whose interval SAT narrowed) and the intervention rate (tokens "
-            "whose gradient only the narrowing removed), which is where SAT differs from a fixed clip.",
+            "Shares of the trained tokens. Left: those whose gradient was removed at the lower or the upper edge, "
+            "SAT's part included. Right: the gate rate (tokens whose interval SAT narrowed) and the intervention rate "
+            "(tokens whose gradient only the narrowing removed), which is where SAT differs from a fixed clip.",
             "No clip fractions were recorded.",
         ),
         (
