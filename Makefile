@@ -13,6 +13,8 @@ help:
 	@echo "make checks   formatting, lint, types and tests"
 	@echo "make real     train SmolLM2-135M-Instruct for three asynchronous steps"
 	@echo "make install  make the environment that the other targets use"
+	@echo "make format   format the code and mend what the linter can"
+	@echo "make clean    remove the environment and what the tools left"
 
 install: .venv/installed
 

@@ -1,10 +1,10 @@
 """d-bar, evaluation and intervention rate at two lags, with and without routing replay, with and without SAT.
 
-    python benchmarks/staleness_grid.py OUT [--seeds 3] [--jobs 2]
+    python benchmarks/staleness_grid.py OUT [--seeds 3] [--jobs 2] [--figure FILE.svg]
 
 Runs recipes/tiny.toml for each objective x lag x replay x seed with the inline backend, one core a run,
-and prints a table of means over the seeds with standard errors. A cell that is finished in OUT is not
-run again, so the script can be stopped and started.
+prints a table of means over the seeds with standard errors, and draws the runs with replay. A cell that
+is finished in OUT is not run again, so the script can be stopped and started.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
 OBJECTIVES = ("gspo", "sat-gspo")
 LAGS = (1, 8)
 REPLAY = (False, True)
+WINDOW = 8  # optimizer steps that the drawn d-bar is averaged over: one interval between broadcasts at lag 8
 Cell = tuple[str, int, bool, int]
 
 
@@ -37,6 +38,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
     cells = list(itertools.product(OBJECTIVES, LAGS, REPLAY, range(options.seeds)))
     cells.sort(key=lambda cell: cell[3])  # a whole grid of one seed first
@@ -44,6 +46,8 @@ def main() -> None:
         for cell in pool.map(lambda cell: run(options.out, cell), cells):
             print(f"done: {folder_of(options.out, cell).name}", file=sys.stderr, flush=True)
     print(table(options.out, options.seeds))
+    if options.figure:
+        draw(options.out, options.seeds, options.figure)
 
 
 def folder_of(out: Path, cell: Cell) -> Path:
@@ -99,6 +103,35 @@ def numbers(folder: Path) -> dict[str, Any]:
         "gate": closing["gate_rate"],
         "intervention": closing["intervention_rate"],
     }
+
+
+def draw(out: Path, seeds: int, file: Path) -> None:
+    """Evaluation and d-bar over training, mean over the seeds, one line for each objective and lag."""
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    figure, (score, drift) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    colours = {("gspo", 1): "#9ecae1", ("gspo", 8): "#fdae6b", ("sat-gspo", 1): "#2171b5", ("sat-gspo", 8): "#d94801"}
+    for (objective, lag), colour in colours.items():
+        runs = [read_run(folder_of(out, (objective, lag, True, seed))) for seed in range(seeds)]
+        label = f"{objective}, lag {lag}"
+        scores = np.array([[row["avg_at_k"] for row in run.evaluations] for run in runs])
+        error = scores.std(0, ddof=1) / math.sqrt(seeds) if seeds > 1 else np.zeros(scores.shape[1])
+        steps = [row["version"] for row in runs[0].evaluations]
+        score.errorbar(steps, scores.mean(0), error, color=colour, label=label, capsize=2, linewidth=1.6)
+        d_bar = np.array([[row["metrics"]["mismatch/d_bar"] for row in run.steps] for run in runs]).mean(0)
+        smooth = np.convolve(d_bar, np.ones(WINDOW) / WINDOW, "valid")
+        drift.plot(range(WINDOW, len(d_bar) + 1), smooth, color=colour, linewidth=1.6)
+    score.set_title("evaluation avg@8", loc="left", fontsize=10)
+    drift.set_title("d-bar: mean |log ratio| to the policy that sampled", loc="left", fontsize=10)
+    drift.set_yscale("log")
+    score.legend(frameon=False, fontsize=8)
+    for axes in (score, drift):
+        axes.set_xlabel("optimizer step", fontsize=9)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file)
 
 
 def with_error(values: list[float | None]) -> str:

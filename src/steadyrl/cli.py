@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,7 +27,9 @@ app = typer.Typer(
 console = Console()
 
 Recipe = Annotated[Path, typer.Argument(help="a TOML recipe, for example recipes/tiny.toml")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, for example pipeline.lag=4 objective=grpo")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="key=value, for example pipeline.lag=4 objective.preset=gspo")
+]
 
 
 @app.command()
@@ -37,7 +41,8 @@ def train(
     """Train a recipe and write its run folder and report."""
     config = load_config(recipe, overrides or [])
     for sentence in config.arithmetic():
-        console.print(sentence)
+        console.print(sentence, soft_wrap=True)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the libraries' own progress bars, here and in the engine's process
     from transformers.utils import logging as transformers_logging
 
     from steadyrl.reports.progress import TrainingProgress
@@ -48,15 +53,17 @@ def train(
     result = run_training(config, resume=resume, progress=TrainingProgress(console))
     _close(result.folder)
     if not result.finished:
-        given = " ".join(o for o in overrides or [] if not o.startswith("run_dir="))
-        command = " ".join(f"steadyrl train {recipe} {given} run_dir={result.folder} --resume".split())
-        console.print(f"stopped before its last step; continue with: {command}", soft_wrap=True)
+        given = [override for override in overrides or [] if not override.startswith("run_dir=")]
+        words = [sys.argv[0], "train", str(recipe), *given, f"run_dir={result.folder}", "--resume"]
+        console.print(f"stopped before its last step; continue with: {shlex.join(words)}", soft_wrap=True)
 
 
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="one or more run folders")],
-    out: Annotated[Path | None, typer.Option(help="the page to write; RUN/report.html for a single run")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="the page to write; else RUN/report.html, or ./report.html for several runs")
+    ] = None,
 ) -> None:
     """Rebuild the report of a run, or lay several runs over each other."""
     from steadyrl.reports.html import write_report

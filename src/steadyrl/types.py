@@ -55,12 +55,13 @@ class Rollout:
     versions: NDArray[np.int32]  # [n]
     routed_experts: NDArray[Any] | None  # [n-1, L, K] uint8 or uint16
     finish: Finish
-    text: str
+    text: str  # of the response
     reward: float = float("nan")
     status: Status = "error"
     # the K likeliest tokens at every sampled position, where an objective needs distributions
     top_ids: NDArray[np.int32] | None = None  # [n, K], 0 where not sampled
     top_logp: NDArray[np.float32] | None = None  # [n, K], -inf where not sampled
+    prompt_text: str = ""
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -111,6 +112,7 @@ class Rollout:
                 "base64": base64.b64encode(np.ascontiguousarray(experts).tobytes()).decode("ascii"),
             },
             "finish": self.finish,
+            "prompt_text": self.prompt_text,
             "text": self.text,
             "reward": self.reward,
             "status": self.status,
@@ -131,8 +133,9 @@ class Rollout:
             else np.frombuffer(base64.b64decode(experts["base64"]), experts["dtype"]).reshape(experts["shape"]),
             finish=data["finish"],
             text=data["text"],
-            reward=data["reward"],
+            reward=float("nan") if data["reward"] is None else data["reward"],  # JSON has no NaN
             status=data["status"],
+            prompt_text=data["prompt_text"],
         )
 
 

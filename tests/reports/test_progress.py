@@ -50,7 +50,7 @@ def test_a_terminal_shows_what_a_practitioner_watches():
     console = make_console(True)
     train(TrainingProgress(console))
     text = console.file.getvalue()
-    for name in ("reward", "d-bar", "lag max", "gated", "gradient removed", "grad norm", "tokens/s", "engine idle"):
+    for name in ("reward", "d-bar", "lag max", "gate rate", "intervention", "grad norm", "tokens/s", "engine idle"):
         assert name in text
     assert "40/40 steps" in text
     assert "0.120 \u00b1 0.030 -> 0.620 \u00b1 0.030" in text

@@ -149,7 +149,7 @@ def test_a_step_on_right_answers_makes_them_likelier(tokenizer, groups):
     rollouts = [rollout for group in groups for rollout in group]
     batch = pack(rollouts, advantages(groups, run.objective), 100_000)[0]
     with torch.no_grad():
-        logp = learner._logp(learner._model, batch)[0].view(batch.loss_mask.shape)
+        logp = learner._forward(batch).logp.view(batch.loss_mask.shape)
     change = ((logp - batch.behavior_logp) * batch.loss_mask).sum(1)
     assert change[batch.advantage > 0].mean() > change[batch.advantage < 0].mean() + 0.5
 

@@ -153,6 +153,7 @@ class LocalEngine:
             text=str(self._tokenizer.decode(response, skip_special_tokens=True)),
             top_ids=top_ids,
             top_logp=top_logp,
+            prompt_text=prompt.text,
         )
 
 

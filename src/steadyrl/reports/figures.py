@@ -85,7 +85,7 @@ def trust_region(runs: list[RunData]) -> str | None:
             _pair(axes[0], runs, "objective/clip_high", "objective/clip_low", "Clipped tokens", ("high", "low"))
             axes[0].yaxis.set_major_formatter(PERCENT)
         if has_gate:
-            _pair(axes[-1], runs, "sat/gate_rate", "sat/intervention_rate", "SAT", ("gated", "gradient removed"))
+            _pair(axes[-1], runs, "sat/gate_rate", "sat/intervention_rate", "SAT", ("gate rate", "intervention rate"))
             axes[-1].yaxis.set_major_formatter(PERCENT)
             _log_if_wide(axes[-1])
         run_legend(figure, _names(runs))

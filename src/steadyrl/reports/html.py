@@ -79,8 +79,9 @@ def _sections(runs: list[RunData]) -> list[dict[str, Any]]:
         (
             "Trust region",
             figures.trust_region,
-            "Shares of the trained tokens: beyond the clip on either side; gated by SAT (their interval was narrowed); "
-            "and those whose gradient the narrowing removed, which is where SAT differs from a fixed clip.",
+            "Shares of the trained tokens. Left: those whose gradient was removed at the lower or the upper edge, "
+            "SAT's part included. Right: the gate rate (tokens whose interval SAT narrowed) and the intervention rate "
+            "(tokens whose gradient only the narrowing removed), which is where SAT differs from a fixed clip.",
             "No clip fractions were recorded.",
         ),
         (
@@ -185,8 +186,8 @@ COLUMNS = (
     ("score after", lambda n: _with_error(n["evaluation_after"], n["evaluation_after_se"])),
     ("largest lag", lambda n: _decimal(n["largest_lag"])),
     ("mean d-bar", lambda n: _decimal(n["d_bar"])),
-    ("gated", lambda n: _percent(n["gate_rate"])),
-    ("gradient removed", lambda n: _percent(n["intervention_rate"])),
+    ("gate rate", lambda n: _percent(n["gate_rate"])),
+    ("intervention rate", lambda n: _percent(n["intervention_rate"])),
     ("trainer busy", lambda n: _percent(n["trainer_utilisation"])),
     ("engine busy", lambda n: _percent(n["engine_utilisation"])),
     ("wall time", lambda n: _duration(n["wall_s"])),
@@ -247,6 +248,7 @@ def _sample(rollout: Row) -> dict[str, Any]:
         "reward": _decimal(rollout["reward"]),
         "status": rollout["status"],
         "tokens": sum(rollout["loss_mask"]),
+        "prompt": rollout.get("prompt_text", ""),
         "text": text[:LONGEST_TEXT] + cut,
     }
 

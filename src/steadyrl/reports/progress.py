@@ -43,6 +43,7 @@ class TrainingProgress:
         self._start = self._step_time = self._plain_time = time.monotonic()
         self._plain_step = 0
         self._metrics: dict[str, float] = {}
+        self._largest_lag = 0.0  # of the run so far: it swings with every broadcast
         self._waited = _Share()
         self._idle = _Share()
         self._rewards: deque[float] = deque(maxlen=SPARK_STEPS)
@@ -77,6 +78,7 @@ class TrainingProgress:
         seconds = report.seconds
         self._done, self._step_time = report.step, time.monotonic()
         self._metrics = report.metrics
+        self._largest_lag = max(self._largest_lag, report.metrics.get("staleness/lag_max", 0.0))
         self._rewards.append(_value(report.metrics, "reward/mean"))
         self._recent.append((_value(report.metrics, "sampled_tokens"), _value(seconds, "step")))
         self._waited.add(_value(seconds, "wait"), _value(seconds, "step"))
@@ -108,7 +110,17 @@ class TrainingProgress:
         )
 
     def _plain_line(self) -> str:
-        shown = ("reward", "d-bar", "lag max", "gated", "clipped", "grad norm", "tokens/s", "trainer waits")
+        shown = (
+            "reward",
+            "d-bar",
+            "lag max",
+            "gate rate",
+            "intervention",
+            "clipped",
+            "grad norm",
+            "tokens/s",
+            "trainer waits",
+        )
         numbers = dict(self._numbers())
         parts = [f"{name} {numbers[name]}" for name in shown if numbers[name] != "-"]
         return f"step {self._done}/{self._num_steps}: {', '.join(parts)}, {self._remaining()}"
@@ -119,9 +131,9 @@ class TrainingProgress:
         return [
             ("reward", _decimal(_value(metrics, "reward/mean"))),
             ("d-bar", _decimal(_value(metrics, "mismatch/d_bar"))),
-            ("lag max", _decimal(_value(metrics, "staleness/lag_max"))),
-            ("gated", _percent(_value(metrics, "sat/gate_rate"))),
-            ("gradient removed", _percent(_value(metrics, "sat/intervention_rate"))),
+            ("lag max", _decimal(self._largest_lag)),
+            ("gate rate", _percent(_value(metrics, "sat/gate_rate"))),
+            ("intervention", _percent(_value(metrics, "sat/intervention_rate"))),
             ("clipped", _percent(clipped)),
             ("grad norm", _decimal(_value(metrics, "optim/grad_norm"))),
             ("response tokens", _decimal(_value(metrics, "response/tokens"))),
