@@ -131,3 +131,28 @@ def test_a_configuration_survives_its_dump():
 def test_reading_a_recipe_loads_no_torch():
     code = "import sys, steadyrl.config, steadyrl.presets, steadyrl.errors; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("pipeline.lag=true", "lag = true"),
+        ("trainer.lr=true", "lr = true"),
+        ("seed=false", "seed = false"),
+        ("trainer.betas=[1.0,0.98]", "trainer.betas"),
+        ("trainer.threads=1000000000000", "trainer.threads"),
+        ("pipeline.lag=1000000000000", "pipeline.lag"),
+        ("sampling.temperature=1e-40", "sampling.temperature"),
+        ("evaluation.temperature=1e9", "evaluation.temperature"),
+        ("run_dir=", "run_dir"),
+        ("objective.boundary=sat", "objective.boundary"),
+        ("objective.preset=5", "given by its name"),
+        ("objective.preset=[1]", "given by its name"),
+        ("objective=5", "objective"),
+    ],
+)
+def test_values_of_the_wrong_kind_or_size_are_refused(override, words):
+    with pytest.raises(ConfigError) as error:
+        build_config({}, [override])
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)

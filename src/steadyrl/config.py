@@ -13,8 +13,12 @@ from pydantic import Field, model_validator
 
 from steadyrl.method import AboveZero, ObjectiveConfig, Table, ZeroOrMore
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+MOST = 1_000_000_000  # of anything that is counted
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+NonNegative = Annotated[int, Field(ge=0, le=MOST)]
+Threads = Annotated[int, Field(ge=1, le=1024)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Temperature = Annotated[float, Field(ge=1e-3, le=1e3)]
 
 
 class ModelConfig(Table):
@@ -47,7 +51,7 @@ Task = Annotated[ArithmeticTask | ReasoningTask, Field(discriminator="name")]
 
 class SamplingConfig(Table):
     max_response_tokens: Positive = 32
-    temperature: AboveZero = 1.0
+    temperature: Temperature = 1.0
 
 
 class EngineConfig(Table):
@@ -55,7 +59,7 @@ class EngineConfig(Table):
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     max_sequences: Positive = 1024  # decoded together; more are taken in turns
-    threads: Positive = 1  # of the engine's process; threads of two processes that share a core wait for each other
+    threads: Threads = 1  # of the engine's process; threads of two processes that share a core wait for each other
     start_timeout_s: AboveZero = 300
     generate_timeout_s: AboveZero = 600
 
@@ -64,12 +68,12 @@ class TrainerConfig(Table):
     steps: Positive = 100  # optimizer steps
     lr: AboveZero = 3e-4
     lr_warmup_steps: NonNegative = 0  # optimizer steps; the rate is constant afterwards
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[Decay, Decay] = (0.9, 0.98)
     eps: AboveZero = 1e-8
     weight_decay: ZeroOrMore = 0.0
     max_grad_norm: AboveZero = 1.0
     tokens_per_micro_batch: Positive = 32768  # padded tokens in one forward pass
-    threads: Positive = 1
+    threads: Threads = 1
 
 
 class PipelineConfig(Table):
@@ -103,7 +107,7 @@ class EvaluationConfig(Table):
     every_steps: NonNegative = 20  # optimizer steps; 0 = only before the first and after the last
     prompts: Positive = 128  # size of the held-out set
     samples_per_prompt: Positive = 8  # k
-    temperature: AboveZero = 1.0
+    temperature: Temperature = 1.0
     max_response_tokens: Positive = 32
 
 
@@ -120,7 +124,7 @@ class RunConfig(Table):
     """A whole run. The start of `steadyrl train` prints `arithmetic()` of it."""
 
     seed: NonNegative = 0
-    run_dir: str = "runs/run"
+    run_dir: Annotated[str, Field(min_length=1)] = "runs/run"
     objective: ObjectiveConfig = ObjectiveConfig()
     model: ModelConfig = ModelConfig()
     task: Task = ArithmeticTask()

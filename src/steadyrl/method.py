@@ -35,6 +35,15 @@ class Table(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _true_is_not_one(cls, table: Any) -> Any:
+        """TOML has booleans; one in the place of a number is a slip."""
+        for name, value in table.items() if isinstance(table, dict) else ():
+            if isinstance(value, bool) and name in cls.model_fields and cls.model_fields[name].annotation is not bool:
+                raise ValueError(f"{name} = {str(value).lower()}: this key does not take a boolean")
+        return table
+
 
 # ---- boundaries: intervals ----
 
@@ -351,6 +360,8 @@ class ObjectiveConfig(Table):
         preset: dict[str, Any] = {}
         if value.get("preset") is not None:
             name = value["preset"]
+            if not isinstance(name, str):
+                raise ValueError(f"a preset is given by its name, not as {name!r}")
             if name not in PRESETS:
                 known = ", ".join(PRESETS)
                 raise ValueError(f"no objective is called {name!r}{nearest(name, PRESETS)}; there are: {known}")

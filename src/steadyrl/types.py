@@ -163,7 +163,7 @@ class RolloutBatch:
     rollouts: list[Rollout]
 
     def __post_init__(self) -> None:
-        if len(self.rollouts) % self.samples_per_prompt:
+        if self.samples_per_prompt < 1 or len(self.rollouts) % self.samples_per_prompt:
             raise ValueError(f"{len(self.rollouts)} rollouts do not form groups of {self.samples_per_prompt}")
         for start in range(0, len(self.rollouts), self.samples_per_prompt):
             group = self.rollouts[start : start + self.samples_per_prompt]

@@ -92,9 +92,11 @@ def test_probability_intervals_are_closed_below():
 def test_sums_by_hand():
     index = torch.tensor([0, 2, 2, 0, 1])
     buckets = type(by_probability(torch.zeros(1)))(("a", "b", "c", "d"), index)
-    values = {"x": torch.tensor([1.0, 2.0, 4.0, NAN, NAN]), "hit": torch.tensor([True, False, True, True, True])}
+    x = torch.tensor([1.0, 2.0, 4.0, NAN, NAN], requires_grad=True)
+    values = {"x": x, "hit": torch.tensor([True, False, True, True, True])}
     sums = bucket_sums(buckets, values, torch.tensor([True, True, True, False, False]))
     assert [part.tolist() for part in sums["x"]] == [[1, 0, 6, 0], [1, 0, 2, 0]]
+    assert not sums["x"][0].requires_grad
     means = bucket_means(sums)
     assert means["x"] == pytest.approx([1, NAN, 3, NAN], nan_ok=True)
     assert means["hit"] == pytest.approx([1, NAN, 0.5, NAN], nan_ok=True)

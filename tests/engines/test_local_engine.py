@@ -139,3 +139,34 @@ def test_weights_that_do_not_map_are_refused():
     with pytest.raises(EngineError, match="shape"):
         built.load_weights({**weights, "lm_head.weight": torch.zeros(3, 3)}, version=6)
     assert built.version == 5
+
+
+def test_logits_that_are_not_numbers_fail_the_response_and_no_other(tokenizer):
+    built = engine()
+    weights = dict(load_model(TINY, torch.float32).named_parameters())
+    poisoned = weights["model.embed_tokens.weight"].detach().clone()
+    poisoned[tokenizer.convert_tokens_to_ids("9")] = torch.nan
+    built.load_weights({**weights, "model.embed_tokens.weight": poisoned}, version=6)
+    rollouts = built.generate(request(tokenizer))
+    failed = [rollout.finish == "error" for rollout in rollouts]
+    assert any(failed)
+    for rollout in rollouts:
+        saw_nine = tokenizer.convert_tokens_to_ids("9") in rollout.token_ids
+        assert (rollout.finish == "error") == saw_nine
+        assert rollout.is_trainable == (not saw_nine)
+
+
+def test_the_likeliest_tokens_are_reported_when_asked_for(tokenizer, model):
+    wanted = request(tokenizer)
+    wanted = GenerationRequest(wanted.prompts, 4, 32, 1.0, seed=11, top_logprobs=1000)
+    rollout = engine().generate(wanted)[0]
+    ids = torch.tensor(rollout.token_ids).long().unsqueeze(0)
+    with torch.no_grad():
+        expected = torch.log_softmax(model(ids[:, :-1]).logits[0], dim=-1)
+    assert rollout.top_logp is not None
+    assert rollout.top_ids is not None
+    assert rollout.top_logp.shape == (len(rollout.token_ids), model.config.vocab_size)
+    for position in np.flatnonzero(rollout.loss_mask):
+        row = expected[position - 1][torch.tensor(rollout.top_ids[position]).long()]
+        torch.testing.assert_close(row, torch.tensor(rollout.top_logp[position]), atol=2e-4, rtol=0)
+    assert engine().generate(request(tokenizer))[0].top_ids is None

@@ -67,7 +67,9 @@ def test_the_cut_into_micro_batches_changes_nothing(tokenizer, groups, objective
     whole, whole_metrics, whole_histograms = results[0]
     for gradient, metrics, histograms in results[1:]:
         torch.testing.assert_close(gradient, whole, atol=2e-6, rtol=2e-4)
-        assert histograms == whole_histograms
+        assert histograms["lag"] == whole_histograms["lag"]
+        for name, values in histograms.items():
+            assert values == pytest.approx(whole_histograms[name], rel=1e-3, abs=2e-5, nan_ok=True), name
         assert metrics.keys() == whole_metrics.keys()
         for name, value in metrics.items():
             assert value == pytest.approx(whole_metrics[name], rel=1e-3, abs=2e-5), name
@@ -116,11 +118,10 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step_and_names_the_rollo
     before = copy.deepcopy(learner.named_weights())
     poisoned = copy.deepcopy(groups)
     bad = poisoned[3][1]
-    bad.behavior_logp = np.where(bad.loss_mask, np.float32(-200), np.float32(0))  # ratio exp(190) is inf in float32
-    bad.reward, poisoned[3][0].reward = 0.0, 1.0
+    bad.reward = float("inf")  # a broken scorer: the advantages of its whole group are not numbers
     with pytest.raises(TrainingError, match=f"not finite.*{bad.prompt_id} \\(group {bad.group}\\)") as error:
         step(learner, run, poisoned, 100_000)
-    assert str(error.value).count("rollout of") == 1
+    assert str(error.value).count("rollout of") == str(error.value).count(f"(group {bad.group})") == 4
     assert learner.version == 0
     assert all(torch.equal(before[name], weight) for name, weight in learner.named_weights().items())
     metrics, _ = step(learner, run, groups, 100_000)
@@ -158,3 +159,14 @@ def test_warm_up_then_constant():
     run = build_config({"trainer": {"lr": 1.0, "lr_warmup_steps": 4}}).trainer
     assert [learning_rate(run, s) for s in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert learning_rate(build_config({"trainer": {"lr": 1.0}}).trainer, 0) == 1.0
+
+
+@pytest.mark.parametrize("override", ["trainer.lr=1e39", "trainer.weight_decay=1e300"])
+def test_a_step_that_makes_weights_that_are_not_numbers_is_taken_back(tokenizer, groups, override):
+    run = config("grpo", override)
+    learner = make(tokenizer, run)
+    before = copy.deepcopy(learner.named_weights())
+    with pytest.raises(TrainingError, match=r"still those of version 0.*trainer\.lr"):
+        step(learner, run, groups, 100_000)
+    assert learner.version == 0
+    assert all(torch.equal(before[name], weight) for name, weight in learner.named_weights().items())

@@ -114,7 +114,10 @@ class LocalEngine:
                     chosen.clear()
                     sampled.keep_routing(layers.unflatten(0, (len(rows), -1)), rows, step)
                 logp = torch.log_softmax(output.logits[:, -1].float() / request.temperature, dim=-1)
-                tokens = draw(logp, noise[rows, step])
+                broken = ~torch.isfinite(logp.amax(dim=-1))  # NaN logits: nothing can be drawn
+                sampled.failed[rows[alive & broken]] = True
+                alive = alive & ~broken
+                tokens = draw(torch.where(broken.unsqueeze(1), 0.0, logp), noise[rows, step])
                 sampled.keep_tokens(tokens, logp, rows, alive, step)
                 ended = torch.isin(tokens, self._eos)
                 sampled.stopped[rows[alive & ended]] = True
@@ -139,7 +142,7 @@ class LocalEngine:
         loss_mask = np.arange(num_tokens) >= prompt_length
         behavior_logp = np.zeros(num_tokens, np.float32)
         behavior_logp[prompt_length:] = sampled.logp[row, :length].numpy()
-        finish: Finish = "stop" if sampled.stopped[row] else "length"
+        finish: Finish = "error" if sampled.failed[row] else "stop" if sampled.stopped[row] else "length"
         top_ids, top_logp = sampled.top(row, prompt_length, length)
         return Rollout(
             prompt_id=prompt.prompt_id,
@@ -180,6 +183,7 @@ class _Sampled:
     logp: Tensor  # [B, limit] float32
     lengths: Tensor  # [B] int64
     stopped: Tensor  # [B] bool: met an end token
+    failed: Tensor  # [B] bool: met logits that are not numbers
     prefill_experts: Tensor | None  # [B, width, L, K], left-padded
     decode_experts: Tensor | None  # [B, limit - 1, L, K]: of the response tokens that were fed back
     top_ids: Tensor  # [B, limit, K] int32, K = 0 if not asked for
@@ -192,6 +196,7 @@ class _Sampled:
             logp=torch.zeros(size, limit),
             lengths=torch.zeros(size, dtype=torch.int64),
             stopped=torch.zeros(size, dtype=torch.bool),
+            failed=torch.zeros(size, dtype=torch.bool),
             prefill_experts=None,
             decode_experts=None,
             top_ids=torch.zeros(size, limit, top_logprobs, dtype=torch.int32),

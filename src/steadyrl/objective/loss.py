@@ -106,6 +106,7 @@ def policy_loss(
         quantile: 0-d, q of SAT; None takes it over this micro-batch.
     """
     loss_mask = layout.loss_mask
+    _check_shapes(loss_mask, logp=logp, behavior_logp=behavior_logp, advantage=advantage, sequence=layout.sequence)
     current = torch.where(loss_mask, logp.detach(), 0.0)
     anchor_logp = anchor_of(objective, logp.detach(), behavior_logp, old_logp, age)
     log_ratio = unit_log_ratio(objective.unit, current, anchor_logp, layout)
@@ -138,6 +139,16 @@ def policy_loss(
         loss = loss + objective.kl_coef * (weight * penalty).sum()
         sums["penalty/kl_ref"] = masked_sum(penalty, loss_mask)
     return LossOutput(loss, sums, extremes, {"outside": band.outside, "removed": band.removed, **marks})
+
+
+def _check_shapes(loss_mask: Tensor, **tensors: Tensor) -> None:
+    """One flat stream of tokens: a [B, 1] among [B] would broadcast without a word."""
+    for name, tensor in tensors.items():
+        if tensor.shape != loss_mask.shape or tensor.dim() != 1:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, loss_mask {tuple(loss_mask.shape)}: both must be [T], the tokens "
+                "of all responses in one row; flatten [B, n] and repeat what belongs to a response for each of its tokens"
+            )
 
 
 def _boundary(

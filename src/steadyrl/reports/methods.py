@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -164,15 +165,16 @@ def methods() -> list[Method]:
 def method(objective: ObjectiveConfig) -> Method:
     """The row of an objective; a preset whose values were changed keeps its name."""
     facts, values = RULES[objective.boundary.rule], _values(objective)
-    corrected = objective.correction is not None
-    weights = [_weight(objective, values), *([_correction(objective.correction)[1]] if corrected else [])]
+    weights = [_weight(objective, values)]
+    if objective.correction is not None:
+        weights.append(_correction(objective.correction)[1])
     return Method(
         name=objective.preset or "custom",
         unit=objective.unit,
         anchor=objective.anchor,
         discriminator=_discriminator(objective, values),
         constraint="; ".join(_constraints(objective, values)),
-        weight=" * ".join(f"({part})" if corrected and " or " in part else part for part in weights),
+        weight=" * ".join(f"({part})" if len(weights) > 1 and " or " in part else part for part in weights),
         direction=facts.direction,
         needs=", ".join(needs(objective)),
         source=", ".join(_sources(objective)),
@@ -249,8 +251,10 @@ def draw(folder: Path) -> list[Path]:
     """Figures of every boundary rule.
 
     Raises:
-        ConfigError: if matplotlib is not installed.
+        ConfigError: if matplotlib is not installed, or `folder` is a file.
     """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder: say where the figures go with --plot FOLDER")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -260,7 +264,7 @@ def draw(folder: Path) -> list[Path]:
     return write_figures(folder)
 
 
-def _values(objective: ObjectiveConfig) -> dict[str, object]:
+def _values(objective: ObjectiveConfig) -> dict[str, Any]:
     """What the templates of a rule may name."""
     values = objective.boundary.model_dump()
     low, high = values.get("low"), values.get("high")
@@ -269,14 +273,14 @@ def _values(objective: ObjectiveConfig) -> dict[str, object]:
     return values | {"x": RATIO[objective.unit]}
 
 
-def _discriminator(objective: ObjectiveConfig, values: dict[str, object]) -> str:
+def _discriminator(objective: ObjectiveConfig, values: dict[str, Any]) -> str:
     rule = objective.boundary
     if isinstance(rule, DppoBoundary):
         return DPPO[rule.divergence]
     return RULES[rule.rule].discriminator.format(**values)
 
 
-def _constraints(objective: ObjectiveConfig, values: dict[str, object]) -> list[str]:
+def _constraints(objective: ObjectiveConfig, values: dict[str, Any]) -> list[str]:
     rule = objective.boundary
     found = [RULES[rule.rule].constraint.format(**values)]
     if isinstance(rule, DppoBoundary):
@@ -289,7 +293,7 @@ def _constraints(objective: ObjectiveConfig, values: dict[str, object]) -> list[
     return [part for part in found if part] + [_rejection(rejection)[0] for rejection in objective.reject]
 
 
-def _weight(objective: ObjectiveConfig, values: dict[str, object]) -> str:
+def _weight(objective: ObjectiveConfig, values: dict[str, Any]) -> str:
     rule = objective.boundary
     if isinstance(rule, ImportanceBoundary) and not rule.weighted:
         return "1"

@@ -109,10 +109,22 @@ class LocalLearner:
         lr = learning_rate(self._config, self.version)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        self._optimizer.step()
+        self._step()
         self.version += 1
         metrics, histograms = statistics.pooled()
         return {**metrics, "optim/grad_norm": float(grad_norm), "optim/lr": lr}, histograms
+
+    def _step(self) -> None:
+        """Move the weights; if that does not give numbers, put the weights before the step back."""
+        before = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
+        self._optimizer.step()
+        if not all(torch.isfinite(parameter).all() for parameter in self._model.parameters()):
+            self._assign(before)
+            raise TrainingError(
+                f"optimizer step {self.version + 1} made weights that are not finite from a finite gradient; the weights "
+                f"are still those of version {self.version}. Lower trainer.lr or trainer.weight_decay, or raise "
+                "trainer.eps, in a new run with model.path set to the model folder of the checkpoint"
+            )
 
     def save(self, folder: Path) -> None:
         """The model in Hugging Face format, the state of the optimizer, and that of the objective."""
