@@ -245,6 +245,13 @@ def test_dppo_drops_what_is_far_and_outward(divergence, ratio, advantage, side):
     assert band.coefficient.item() == pytest.approx(0.0 if side else ratio)
 
 
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_a_token_that_the_anchor_excludes_is_far(divergence):
+    logp, anchor = torch.tensor([-1.0]), torch.tensor([-math.inf])
+    x = RuleInput(logp - anchor, torch.ones(1), logp, anchor, layout_of(torch.tensor([True])))
+    assert mask_rules.dppo(DppoBoundary(divergence=divergence), x).removed_high.item()  # 0 log 0 is 0, not NaN
+
+
 @pytest.mark.parametrize(("ratio", "weight"), [(1.2, 1.2), (30.0, 20.0)])
 def test_the_weight_of_dppo_is_truncated(ratio, weight):
     assert one(DppoBoundary(), ratio, 0.001, 1.0).coefficient.item() == pytest.approx(weight)

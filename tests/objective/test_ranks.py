@@ -1,6 +1,5 @@
 """Two gloo ranks against one process: counts, quantile, loss and gradient."""
 
-import socket
 from dataclasses import replace
 
 import pytest
@@ -32,9 +31,9 @@ def rank_quantile(objective, mine: Batch) -> torch.Tensor | None:
     return order_statistic_across(scores_of(objective, mine), mine.loss_mask, rule.alpha, of_all, weights)
 
 
-def work(rank: int, port: int, folder: str) -> None:
+def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     results = {}
     for share, responses in SHARES.items():
         mine = make_batch().take(responses[rank])
@@ -56,10 +55,7 @@ def work(rank: int, port: int, folder: str) -> None:
 def ranks(tmp_path_factory):
     """What each of the two ranks found."""
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(work, args=(port, str(folder)), nprocs=2)
+    mp.spawn(work, args=(str(folder),), nprocs=2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
