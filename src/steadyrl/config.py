@@ -42,7 +42,7 @@ class ReasoningTask(Table):
 
     name: Literal["reasoning_gym"]
     dataset: str = "chain_sum"
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     instruction: str = ""  # put in front of every question
 
 
@@ -173,8 +173,8 @@ class RunConfig(Table):
         if ratio_one:
             raise ValueError(
                 f'objective.anchor = "{anchor}" makes every ratio exactly 1 here, so no clip or gate can act: '
-                f"{ratio_one}. Use objective.anchor=rollout, or more lag (pipeline.regime=batch, pipeline.lag=1 or more "
-                "for old_actor; pipeline.steps_per_batch=2 or more for step_start)"
+                f"{ratio_one}. Use objective.anchor=rollout, or more lag (pipeline.regime=batch, pipeline.lag=1 or "
+                "more for old_actor; pipeline.steps_per_batch=2 or more for step_start)"
             )
         return self
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadyrl.method import ObjectiveConfig, SatBoundary
-from steadyrl.objective.boundary import sat_quantile
-from steadyrl.objective.loss import LossOutput, anchor_of, policy_loss, trust_region_score
+from steadyrl.method import ObjectiveConfig
+from steadyrl.objective.loss import LossOutput, anchor_of, batch_threshold, policy_loss, trust_region_score
 from steadyrl.objective.rule import Layout
 from steadyrl.types import BatchCounts
 
@@ -127,7 +126,7 @@ def objective_of(preset: str, aggregation: str | None = None, **changes) -> Obje
 
 
 def loss_of(
-    objective: ObjectiveConfig, batch: Batch, counts: BatchCounts, quantile: Tensor | None, reference: bool = True
+    objective: ObjectiveConfig, batch: Batch, counts: BatchCounts, threshold: Tensor | None, reference: bool = True
 ) -> LossOutput:
     return policy_loss(
         objective,
@@ -140,7 +139,7 @@ def loss_of(
         reference_logp=batch.reference_logp if reference else None,
         age=batch.age,
         divergence=batch.divergence,
-        quantile=quantile,
+        threshold=threshold,
     )
 
 
@@ -149,12 +148,9 @@ def scores_of(objective: ObjectiveConfig, batch: Batch) -> Tensor:
     return trust_region_score(objective, batch.logp, anchor, batch.layout)
 
 
-def quantile_of(objective: ObjectiveConfig, batch: Batch) -> Tensor | None:
-    """q over the batch, for rules that take it over more than a micro-batch."""
-    rule = objective.boundary
-    if not isinstance(rule, SatBoundary) or rule.quantile_scope == "microbatch":
-        return None
-    return sat_quantile(rule, scores_of(objective, batch), batch.layout)
+def threshold_of(objective: ObjectiveConfig, batch: Batch) -> Tensor | None:
+    """For rules that are relative to more than a micro-batch."""
+    return batch_threshold(objective, scores_of(objective, batch), batch.layout)
 
 
 def loss_and_gradient(
@@ -165,9 +161,9 @@ def loss_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Of the whole batch, or added up over micro-batches that are made of these responses."""
     leaf = replace(batch, logp=batch.logp.detach().clone().requires_grad_())
-    quantile = quantile_of(objective, batch)
+    threshold = threshold_of(objective, batch)
     pieces = [leaf] if parts is None else [leaf.take(part) for part in parts]
-    losses = [loss_of(objective, piece, batch.counts, quantile, reference).loss for piece in pieces]
+    losses = [loss_of(objective, piece, batch.counts, threshold, reference).loss for piece in pieces]
     loss = torch.stack(losses).sum()
     (gradient,) = torch.autograd.grad(loss, leaf.logp)
     return loss.detach(), gradient

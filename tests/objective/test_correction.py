@@ -150,7 +150,6 @@ def test_the_loss_is_the_textbook_loss(preset, aggregation, seed):
     assert (gradient == 0).sum() > (~batch.loss_mask).sum(), "nothing was clipped: the case is too tame"
 
 
-@pytest.mark.xfail(strict=True, reason="the loss gives each token its own weight, not the mean of the response's")
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_weights_by_token_on_a_ratio_by_response(aggregation):
     """The ratio of a response is one function of all its tokens, so its gradient carries the mean of their weights."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from objective.batches import AGGREGATIONS, loss_and_gradient, loss_of, make_batch, objective_of, quantile_of
+from objective.batches import AGGREGATIONS, loss_and_gradient, loss_of, make_batch, objective_of, threshold_of
 
 from steadyrl.objective.aggregate import aggregation_weight
 from steadyrl.objective.ratio import unit_slope
@@ -95,7 +95,7 @@ def test_no_token(preset, dtype):
     for empty in (masked, batch.take([])):
         for counts in (BatchCounts(0, 0), batch.counts):
             leaf = replace(empty, logp=empty.logp.clone().requires_grad_())
-            out = loss_of(objective, leaf, counts, quantile_of(objective, leaf))
+            out = loss_of(objective, leaf, counts, threshold_of(objective, leaf))
             (gradient,) = torch.autograd.grad(out.loss, leaf.logp)
             assert out.loss.item() == 0
             assert (gradient == 0).all()
@@ -116,7 +116,7 @@ def test_no_advantage_no_gradient(preset):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_statistics_of_an_ordinary_batch_are_finite(preset):
     batch, objective = make_batch(), objective_of(preset)
-    out = loss_of(objective, batch, batch.counts, quantile_of(objective, batch))
+    out = loss_of(objective, batch, batch.counts, threshold_of(objective, batch))
     for total, count in out.sums.values():
         assert math.isfinite(total)
         assert count == batch.counts.num_tokens

@@ -10,7 +10,7 @@ from steadyrl.presets import PRESETS
 
 EXACT = {"rtol": 1e-11, "atol": 1e-13}
 # rules that look at the micro-batch: what they answer depends on the cut, and that is documented
-BY_MICROBATCH = {"m2po", "sat-grpo-microbatch"}
+BY_MICROBATCH = {"sat-grpo-microbatch"}
 CUTS = [
     [[0], [1], [2], [3], [4], [5], [6]],
     [[0, 1, 2, 3, 4, 5], [6]],

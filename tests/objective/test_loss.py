@@ -86,7 +86,7 @@ def one_token(preset: str, drift: float, advantage: float, dtype=torch.float64, 
         advantage=torch.tensor([advantage], dtype=dtype),
         layout=Layout(torch.tensor([True]), torch.tensor([0]), 1),
         counts=BatchCounts(1, 1),
-        quantile=None if q is None else torch.tensor(q, dtype=dtype),
+        threshold=None if q is None else torch.tensor(q, dtype=dtype),
     )
     return out, -gradient(out.loss, logp).item() / math.exp(drift)
 
@@ -330,7 +330,7 @@ def total(config: ObjectiveConfig, case: Case, groups: list[list[int]], padding:
     loss, sums = 0.0, {}
     for part, _ in cut(case, groups, padding):
         out = policy_loss(
-            config, **part.arguments(), counts=case.counts, quantile=q, reference_logp=part.reference_logp
+            config, **part.arguments(), counts=case.counts, threshold=q, reference_logp=part.reference_logp
         )
         loss = loss + out.loss
         add_sums(sums, out.sums)
@@ -359,7 +359,7 @@ def test_a_single_micro_batch_takes_its_own_quantile(preset):
     case = random_case(seed=5)
     q = order_statistic(case.score(config), case.loss_mask, 0.9)
     own = policy_loss(config, **case.arguments(), counts=case.counts)
-    given = policy_loss(config, **case.arguments(), counts=case.counts, quantile=q)
+    given = policy_loss(config, **case.arguments(), counts=case.counts, threshold=q)
     assert torch.equal(own.loss, given.loss)
     assert torch.equal(gradient(own.loss, case.logp), gradient(given.loss, case.logp))
 
@@ -454,7 +454,7 @@ def test_gspo_at_ratio_one_weighs_a_short_and_a_long_response_alike():
 @pytest.mark.parametrize("q", [0.0, 1e6])
 def test_a_gate_that_never_fires_is_the_plain_clip_to_the_bit(preset, plain, q, dtype):
     case = random_case(dtype=dtype, seed=7, drift=1.0)
-    sat = policy_loss(objective(preset), **case.arguments(), counts=case.counts, quantile=torch.tensor(q, dtype=dtype))
+    sat = policy_loss(objective(preset), **case.arguments(), counts=case.counts, threshold=torch.tensor(q, dtype=dtype))
     base = policy_loss(objective(plain), **case.arguments(), counts=case.counts)
     assert torch.equal(sat.loss, base.loss)
     assert torch.equal(gradient(sat.loss, case.logp), gradient(base.loss, case.logp))
@@ -548,7 +548,7 @@ def test_the_cut_of_the_batch_changes_nothing_for_any_rule(name, aggregation):
     q = torch.tensor(0.1)
 
     def run(part: Case) -> LossOutput:
-        return policy_loss(config, **part.arguments(), counts=case.counts, divergence=divergence_of(part), quantile=q)
+        return policy_loss(config, **part.arguments(), counts=case.counts, divergence=divergence_of(part), threshold=q)
 
     whole = run(case)
     parts = [run(part) for part, _ in cut(case, [[5, 1], [4, 0, 3], [2]], padding=3)]
@@ -821,7 +821,9 @@ def test_statistics_are_detached_float64():
         assert value.dtype == count.dtype == torch.float64
         assert not value.requires_grad
     assert set(out.extremes) == {"sat/min_contraction"}
-    assert set(out.sums) == {
+    by_side = {f"{what}_{side}" for what in ("outside", "removed") for side in ("low", "high")}
+    by_side_and_sign = {f"objective/{name}_{sign}" for name in by_side for sign in ("positive", "negative")}
+    assert set(out.sums) == by_side_and_sign | {
         "objective/surrogate",
         "objective/outside_band",
         "objective/clip_low",

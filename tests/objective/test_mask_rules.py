@@ -311,8 +311,8 @@ def test_the_largest_are_dropped_until_the_mean_of_the_rest_is_below_the_budget(
 
 def test_one_token_is_kept_even_if_none_is_small():
     assert m2po_kept([3.0, -2.0, 5.0], 0.04) == [False, True, False]
-    assert m2po_kept([2.0, 2.0, 2.0], 0.04) == [True, False, False]
-    assert m2po_kept([math.inf, -math.inf], 0.04) == [True, False]
+    assert m2po_kept([2.0, 2.0, 2.0], 0.04) == [True, True, True]  # of one size
+    assert m2po_kept([math.inf, -math.inf], 0.04) == [True, False]  # both kept; r = 0 has no gradient
 
 
 def test_masked_tokens_do_not_enter_the_mean():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from objective.batches import Batch, loss_and_gradient, loss_of, make_batch, objective_of, quantile_of, scores_of
+from objective.batches import Batch, loss_and_gradient, loss_of, make_batch, objective_of, scores_of, threshold_of
 
 from steadyrl.objective.quantile import order_statistic_across
 from steadyrl.objective.ratio import tokens_per_sequence
@@ -75,6 +75,6 @@ def test_two_ranks_are_one_process(ranks, preset, share):
 @pytest.mark.parametrize("preset", [name for name in CASES if name.startswith("sat")])
 def test_every_rank_has_the_same_quantile(ranks, preset, share):
     first, second = SHARES[share]
-    alone = quantile_of(objective_of(preset), make_batch().take([*first, *second]))
+    alone = threshold_of(objective_of(preset), make_batch().take([*first, *second]))
     assert alone > 0
     assert all(torch.equal(rank[share, preset][2], alone) for rank in ranks)

@@ -6,6 +6,7 @@ Everything here is detached: a rule steers the gradient and never carries one.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -103,6 +104,43 @@ def sat_contraction(rule: SatBoundary, log_ratio: Tensor, q: Tensor) -> tuple[Te
     c_low = torch.where(gated & (drift < 0), kernel, 1.0)
     c_high = torch.where(gated & (drift > 0), kernel, 1.0)
     return c_low, c_high
+
+
+@dataclass(frozen=True)
+class SatOutput:
+    """SAT's answer, and what it did to the tail; [N] are the N gated tokens."""
+
+    band: BoundaryOutput
+    gated: Tensor  # [T] bool
+    intervened: Tensor  # [T] bool, the gradient is removed and the base would have kept it
+    c_low: Tensor  # [N]
+    c_high: Tensor  # [N]
+
+
+def sat(rule: SatBoundary, x: RuleInput, size: Tensor, q: Tensor) -> SatOutput:
+    """The base clip everywhere, and on the drifted tail again with contracted radii (arXiv 2607.18722, Eq. 17-19).
+
+    Only the gated tokens, at most 1 - alpha of all, are looked at twice; without any the answer is the
+    base's, bit for bit.
+
+    Args:
+        x: what the rule may look at.
+        size: [T], |log_ratio|.
+        q: 0-d, its quantile.
+    """
+    base = interval(x, rule.low, rule.high)
+    # q = 0 turns the gate off; a masked token has size 0 and is never gated
+    gated = size > torch.where(q > 0, q, torch.inf).to(size.dtype)
+    tail = gated.nonzero().squeeze(1)
+    log_ratio, advantage = x.log_ratio[tail], x.advantage[tail]
+    c_low, c_high = sat_contraction(rule, log_ratio, q)
+    part = replace(x, log_ratio=log_ratio, advantage=advantage)
+    narrow = interval(part, rule.low * c_low, rule.high * c_high)
+    kept_by_base = ~(base.removed_low[tail] | base.removed_high[tail])
+    for name in ("surrogate", "coefficient", "outside", "removed_low", "removed_high"):
+        getattr(base, name).index_copy_(0, tail, getattr(narrow, name))  # its own tensors, which nobody else holds
+    intervened = torch.zeros_like(gated).index_copy_(0, tail, narrow.removed & kept_by_base)
+    return SatOutput(replace(base, radius_low=None, radius_high=None), gated, intervened, c_low, c_high)
 
 
 def _kernel(rule: SatBoundary, v: Tensor) -> Tensor:

@@ -15,12 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadyrl.method import ObjectiveConfig, SatBoundary
+from steadyrl.method import M2poBoundary, ObjectiveConfig, SatBoundary
 from steadyrl.objective import boundary, mask_rules, soft_rules
 from steadyrl.objective.aggregate import aggregation_weight
 from steadyrl.objective.correction import correction_weight
 from steadyrl.objective.penalty import kl_k3
-from steadyrl.objective.ratio import prox_approx_logp, token_log_ratio, unit_log_ratio, unit_slope
+from steadyrl.objective.ratio import (
+    prox_approx_logp,
+    sequence_log_ratio,
+    token_log_ratio,
+    unit_log_ratio,
+    unit_slope,
+)
 from steadyrl.objective.rejection import kept_tokens
 from steadyrl.objective.rule import BoundaryOutput, Layout, RuleInput
 from steadyrl.types import BatchCounts, Sums
@@ -69,8 +75,26 @@ def anchor_of(
 
 
 def trust_region_score(objective: ObjectiveConfig, logp: Tensor, anchor_logp: Tensor, layout: Layout) -> Tensor:
-    """|log-ratio| in the objective's unit: what the quantile of SAT is taken over. [T], detached, 0 where masked."""
+    """|log-ratio| in the objective's unit: what thresholds are taken over. [T], detached, 0 where masked."""
     return unit_log_ratio(objective.unit, logp.detach(), anchor_logp, layout).abs()
+
+
+def batch_threshold(objective: ObjectiveConfig, score: Tensor, layout: Layout) -> Tensor | None:
+    """What a rule that is relative to the batch takes from all its scores: q of SAT, the limit of M2PO.
+
+    Args:
+        score: [T] of the whole optimizer batch, from `trust_region_score`.
+        layout: of the whole optimizer batch.
+
+    Returns:
+        0-d, for `policy_loss`; None for a rule that looks at one token, or at its micro-batch on purpose.
+    """
+    rule = objective.boundary
+    if isinstance(rule, SatBoundary) and rule.quantile_scope != "microbatch":
+        return boundary.sat_quantile(rule, score, layout)
+    if isinstance(rule, M2poBoundary):
+        return mask_rules.m2po_limit(rule, score, layout)
+    return None
 
 
 def policy_loss(
@@ -85,7 +109,7 @@ def policy_loss(
     reference_logp: Tensor | None = None,
     age: Tensor | None = None,
     divergence: Tensor | None = None,
-    quantile: Tensor | None = None,
+    threshold: Tensor | None = None,
 ) -> LossOutput:
     """The loss of one micro-batch of whole responses.
 
@@ -103,7 +127,7 @@ def policy_loss(
         reference_logp: [T]; when given, k3 towards it is added with weight `kl_coef`.
         age: [T] int64, lag of each token in optimizer steps, for the prox_approx anchor.
         divergence: [T], of the distribution each token was drawn from, for rules that need distributions.
-        quantile: 0-d, q of SAT; None takes it over this micro-batch.
+        threshold: 0-d, from `batch_threshold`; None takes it over this micro-batch.
     """
     loss_mask = layout.loss_mask
     _check_shapes(loss_mask, logp=logp, behavior_logp=behavior_logp, advantage=advantage, sequence=layout.sequence)
@@ -118,8 +142,9 @@ def policy_loss(
         anchor_logp=torch.where(loss_mask, anchor_logp, 0.0).to(log_ratio.dtype),
         layout=layout,
         divergence=None if divergence is None else torch.where(loss_mask, divergence.detach(), 0.0),
+        threshold=None if threshold is None else threshold.detach(),
     )
-    band, sums, extremes, marks = _boundary(objective, x, quantile)
+    band, sums, extremes, marks = _boundary(objective, x)
     factor, factor_sums = _factor(objective, x, behavior_logp)
     sums |= _clip_sums(band, x) | factor_sums
 
@@ -127,8 +152,13 @@ def policy_loss(
     slope_of_unit = 1.0 if band.is_weight else unit_slope(objective.unit, layout).to(log_ratio.dtype)
     # zero in value, one in slope; the mask comes first, because NaN - NaN is not 0
     slope = token_log_ratio(logp, logp, loss_mask)
-    surrogate = band.surrogate + band.coefficient * slope_of_unit * advantage * slope
-    loss = -(weight * factor * surrogate).sum()
+    gradient = band.coefficient * slope_of_unit * advantage * slope
+    if objective.unit in ("sequence", "product") and not band.is_weight and isinstance(factor, Tensor):
+        # every token carries the gradient of the response's one ratio, so the weights of all its tokens act on each
+        shared = sequence_log_ratio(factor, loss_mask, layout.sequence, layout.num_sequences)
+        loss = -(weight * (factor * band.surrogate + shared * gradient)).sum()
+    else:
+        loss = -(weight * factor * (band.surrogate + gradient)).sum()
 
     if objective.log_ratio_coef > 0:
         drift = token_log_ratio(logp, anchor_logp, loss_mask)
@@ -146,40 +176,33 @@ def _check_shapes(loss_mask: Tensor, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.shape != loss_mask.shape or tensor.dim() != 1:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, loss_mask {tuple(loss_mask.shape)}: both must be [T], the tokens "
-                "of all responses in one row; flatten [B, n] and repeat what belongs to a response for each of its tokens"
+                f"{name} has shape {tuple(tensor.shape)}, loss_mask {tuple(loss_mask.shape)}: both must be [T], the "
+                "tokens of all responses in one row; flatten [B, n], and repeat a response's value for each token"
             )
 
 
 def _boundary(
-    objective: ObjectiveConfig, x: RuleInput, quantile: Tensor | None
+    objective: ObjectiveConfig, x: RuleInput
 ) -> tuple[BoundaryOutput, Sums, dict[str, Tensor], dict[str, Tensor]]:
     """The rule of the objective on every token; statistics, extremes and marks that only this rule has."""
     rule = objective.boundary
     if not isinstance(rule, SatBoundary):
         return RULES[rule.rule](rule, x), {}, {}, {}
-    q = boundary.sat_quantile(rule, x.log_ratio.abs(), x.layout) if quantile is None else quantile.detach()
-    c_low, c_high = boundary.sat_contraction(rule, x.log_ratio, q)
-    base = boundary.interval(x, rule.low, rule.high)
-    assert base.radius_low is not None
-    assert base.radius_high is not None
-    band = boundary.interval(x, base.radius_low * c_low, base.radius_high * c_high)
-    assert band.radius_low is not None
-    assert band.radius_high is not None
-    loss_mask = x.layout.loss_mask
-    contraction = torch.minimum(c_low, c_high)
-    count = loss_mask.sum(dtype=torch.float64)
+    size = x.log_ratio.abs()
+    q = boundary.sat_quantile(rule, size, x.layout) if x.threshold is None else x.threshold
+    sat = boundary.sat(rule, x, size, q)
+    count = x.layout.loss_mask.sum(dtype=torch.float64)
     sums: Sums = {
-        "sat/radius_low": masked_sum(band.radius_low, loss_mask),
-        "sat/radius_high": masked_sum(band.radius_high, loss_mask),
-        "sat/gate_rate": masked_sum(contraction < 1, loss_mask),
-        "sat/intervention_rate": masked_sum(band.removed & ~base.removed, loss_mask),
+        "sat/radius_low": (rule.low * (count - (1 - sat.c_low.double()).sum()), count),
+        "sat/radius_high": (rule.high * (count - (1 - sat.c_high.double()).sum()), count),
+        "sat/gate_rate": (count.new_tensor(float(len(sat.c_low))), count),
+        "sat/intervention_rate": (sat.intervened.sum(dtype=torch.float64), count),
         "sat/q": (q.double() * count, count),
     }
     # a leading 1 stands for "nothing contracted", also when there is no token at all
-    strongest = torch.cat([contraction.new_ones(1), contraction[loss_mask]]).amin()
-    marks = {"gated": contraction < 1, "intervened": band.removed & ~base.removed}
-    return band, sums, {"sat/min_contraction": strongest}, marks
+    strongest = torch.cat([sat.c_low.new_ones(1), sat.c_low, sat.c_high]).amin()
+    marks = {"gated": sat.gated, "intervened": sat.intervened}
+    return sat.band, sums, {"sat/min_contraction": strongest}, marks
 
 
 def _factor(objective: ObjectiveConfig, x: RuleInput, behavior_logp: Tensor) -> tuple[Tensor | float, Sums]:
@@ -204,22 +227,23 @@ def _factor(objective: ObjectiveConfig, x: RuleInput, behavior_logp: Tensor) -> 
 def _clip_sums(band: BoundaryOutput, x: RuleInput) -> Sums:
     """The statistics that every rule has; outside the band and gradient removed are two numbers, not one."""
     loss_mask = x.layout.loss_mask
-    sums: Sums = {
-        "objective/surrogate": masked_sum(band.surrogate, loss_mask),
-        "objective/outside_band": masked_sum(band.outside, loss_mask),
-        "objective/clip_low": masked_sum(band.removed_low, loss_mask),
-        "objective/clip_high": masked_sum(band.removed_high, loss_mask),
+    count = loss_mask.sum(dtype=torch.float64)
+    outside, low = band.outside & loss_mask, x.log_ratio < 0
+    positive, negative = x.advantage > 0, x.advantage < 0
+    marks = {
+        "outside_band": outside,
+        "clip_low": band.removed_low & loss_mask,
+        "clip_high": band.removed_high & loss_mask,
     }
-    low = x.log_ratio < 0
-    sides = {"low": (band.outside & low, band.removed_low), "high": (band.outside & ~low, band.removed_high)}
-    for sign, chosen in (("positive", x.advantage > 0), ("negative", x.advantage < 0)):
-        for side, (outside, removed) in sides.items():
-            sums[f"objective/outside_{side}_{sign}"] = masked_sum(outside & chosen, loss_mask)
-            sums[f"objective/removed_{side}_{sign}"] = masked_sum(removed & chosen, loss_mask)
-    return sums
+    sides = {"low": (outside & low, marks["clip_low"]), "high": (outside & ~low, marks["clip_high"])}
+    for side, (beyond, removed) in sides.items():
+        marks[f"outside_{side}_positive"], marks[f"outside_{side}_negative"] = beyond & positive, beyond & negative
+        marks[f"removed_{side}_positive"], marks[f"removed_{side}_negative"] = removed & positive, removed & negative
+    sums: Sums = {f"objective/{name}": (mark.sum(dtype=torch.int64).double(), count) for name, mark in marks.items()}
+    return {"objective/surrogate": masked_sum(band.surrogate, loss_mask), **sums}
 
 
 def masked_sum(values: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
     """(sum, count) over the active tokens, float64 and detached."""
-    kept = torch.where(loss_mask, values.detach().to(torch.float64), 0.0)
-    return kept.sum(), loss_mask.sum(dtype=torch.float64)
+    kept = torch.where(loss_mask, values.detach(), 0)
+    return kept.sum(dtype=torch.float64), loss_mask.sum(dtype=torch.float64)

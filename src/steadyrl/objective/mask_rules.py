@@ -25,7 +25,7 @@ from steadyrl.method import (
 )
 from steadyrl.objective.boundary import interval, policy_gradient
 from steadyrl.objective.ratio import saturated_ratio
-from steadyrl.objective.rule import BoundaryOutput, RuleInput
+from steadyrl.objective.rule import BoundaryOutput, Layout, RuleInput
 
 
 def band(rule: BandBoundary, x: RuleInput) -> BoundaryOutput:
@@ -90,25 +90,32 @@ def kpop(rule: KpopBoundary, x: RuleInput) -> BoundaryOutput:
     return _ratio(x, ~kept, ~kept)
 
 
-def m2po(rule: M2poBoundary, x: RuleInput) -> BoundaryOutput:
-    """M2PO (arXiv 2510.01161): S = M r A; the largest (log r)^2 are dropped until the mean of the rest is < budget.
+def m2po_limit(rule: M2poBoundary, size: Tensor, layout: Layout) -> Tensor:
+    """The largest |log r| that M2PO keeps: 0-d, in the dtype of `size` = |log r| [T] (arXiv 2510.01161).
 
-    The tokens are those of this micro-batch. At least one is kept, whatever its size. Our variant in
-    one respect: tokens that tie with the first one dropped are dropped with it, so the answer does not
-    depend on the order of the tokens.
+    The largest (log r)^2 are dropped until the mean of the rest is below the budget. At least the smallest is
+    kept. Our variant in one respect: tokens of one size are kept or dropped together, so that the answer does
+    not depend on their order. inf when no token is active.
     """
-    active = x.layout.loss_mask
-    if active.numel() == 0:
-        return _ratio(x, active, active)
-    square = torch.where(active, x.log_ratio.double() ** 2, torch.inf)
-    ascending = square.sort().values
-    places = torch.arange(1, len(square) + 1, device=square.device)
+    ascending = size.detach()[layout.loss_mask].sort().values
+    if ascending.numel() == 0:
+        return size.new_full((), torch.inf)
+    places = torch.arange(1, len(ascending) + 1, device=size.device)
     # the mean of the k smallest grows with k, so those below the budget are the first ones
-    kept_count = (ascending.cumsum(0) / places < rule.budget).sum().reshape(1)
-    first_dropped = torch.cat([ascending, ascending.new_full((1,), torch.inf)]).gather(0, kept_count)
-    kept = square < first_dropped
-    kept = kept | (~kept.any() & (torch.arange(len(square), device=square.device) == square.argmin()))
-    outside = active & ~kept
+    num_kept = (ascending.double().square().cumsum(0) / places < rule.budget).sum()
+    first_dropped = torch.cat([ascending, ascending.new_full((1,), torch.inf)])[num_kept]
+    below = ascending[ascending < first_dropped]
+    return torch.cat([ascending[:1], below]).amax()
+
+
+def m2po(rule: M2poBoundary, x: RuleInput) -> BoundaryOutput:
+    """M2PO (arXiv 2510.01161): S = M r A, M = 0 where |log r| exceeds `m2po_limit`.
+
+    The limit is taken over this micro-batch unless the input carries that of the whole batch.
+    """
+    size = x.log_ratio.detach().abs()
+    limit = m2po_limit(rule, size, x.layout) if x.threshold is None else x.threshold
+    outside = x.layout.loss_mask & ~(size <= limit)
     return _ratio(x, outside, outside)
 
 

@@ -26,6 +26,7 @@ class RuleInput:
     anchor_logp: Tensor
     layout: Layout
     divergence: Tensor | None = None  # [T] of the state the token was drawn in, for rules that need distributions
+    threshold: Tensor | None = None  # 0-d, of a rule that is relative to the batch, where the batch is more than this
 
 
 @dataclass(frozen=True)

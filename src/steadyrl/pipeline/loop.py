@@ -278,7 +278,9 @@ class TrainingLoop:
     def _keep_snapshot(self) -> None:
         """Copy the weights if a batch will come from them, and forget those that none will."""
         version = self._learner.version
-        scoring = anchor_version(self._pipeline, self._config.objective.anchor, version // self._pipeline.steps_per_batch)
+        scoring = anchor_version(
+            self._pipeline, self._config.objective.anchor, version // self._pipeline.steps_per_batch
+        )
         needed = snapshots_needed(self._pipeline, version) | ({scoring} if scoring is not None else set())
         self._snapshots = {old: weights for old, weights in self._snapshots.items() if old in needed}
         if (is_broadcast_version(self._pipeline, version) or version == scoring) and version not in self._snapshots:

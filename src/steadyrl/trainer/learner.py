@@ -20,12 +20,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from steadyrl.config import RunConfig
 from steadyrl.diagnostics.trust_region import topk_divergence
 from steadyrl.errors import TrainingError
-from steadyrl.method import DppoBoundary, ObjectiveConfig, SatBoundary
+from steadyrl.method import DppoBoundary, M2poBoundary, ObjectiveConfig, SatBoundary
 from steadyrl.models.load import load_model, save_model
 from steadyrl.models.logprobs import token_logp
 from steadyrl.models.routing import RoutingReplay, replay_routing
-from steadyrl.objective.boundary import sat_quantile
-from steadyrl.objective.loss import LossOutput, anchor_of, policy_loss, trust_region_score
+from steadyrl.objective.loss import LossOutput, anchor_of, batch_threshold, policy_loss, trust_region_score
 from steadyrl.objective.rule import Layout
 from steadyrl.trainer.optim import learning_rate, load_optimizer, make_optimizer, save_optimizer
 from steadyrl.trainer.step_statistics import StepStatistics
@@ -84,7 +83,7 @@ class LocalLearner:
             num_sequences=sum(int(batch.loss_mask.any(dim=1).sum()) for batch in micro_batches),
         )
         scored = self._score(micro_batches, old_weights)
-        quantile = self._quantile(scored)
+        threshold = self._threshold(scored)
         statistics = StepStatistics(
             version=self.version,
             largest_lag=self._largest_lag,
@@ -94,12 +93,12 @@ class LocalLearner:
         self._optimizer.zero_grad(set_to_none=True)
         for part in scored:
             forward = self._forward(part.batch)
-            output = self._loss(part, forward, counts, quantile)
+            output = self._loss(part, forward, counts, threshold)
             output.loss.backward()
             statistics.add(part.batch, part.layout, forward.logp.detach(), part.old_logp, output, forward.replay)
         grad_norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
         if not torch.isfinite(grad_norm):
-            culprits = self._not_finite(scored, counts, quantile)
+            culprits = self._not_finite(scored, counts, threshold)
             self._optimizer.zero_grad(set_to_none=True)
             raise TrainingError(
                 f"the gradient of optimizer step {self.version + 1} is not finite; the weights are still those of "
@@ -121,8 +120,8 @@ class LocalLearner:
         if not all(torch.isfinite(parameter).all() for parameter in self._model.parameters()):
             self._assign(before)
             raise TrainingError(
-                f"optimizer step {self.version + 1} made weights that are not finite from a finite gradient; the weights "
-                f"are still those of version {self.version}. Lower trainer.lr or trainer.weight_decay, or raise "
+                f"optimizer step {self.version + 1} made weights that are not finite from a finite gradient; the "
+                f"weights are still those of version {self.version}. Lower trainer.lr or trainer.weight_decay, or raise "
                 "trainer.eps, in a new run with model.path set to the model folder of the checkpoint"
             )
 
@@ -195,30 +194,30 @@ class LocalLearner:
             parameter.data.copy_(weights[name])
 
     @torch.no_grad()
-    def _quantile(self, scored: Sequence[_Scored]) -> Tensor | None:
-        """q of SAT over the whole optimizer batch; None where the loss can take it from its micro-batch."""
+    def _threshold(self, scored: Sequence[_Scored]) -> Tensor | None:
+        """What the rule takes from the whole optimizer batch; None where the loss finds it in its micro-batch."""
         rule = self._objective.boundary
-        if not isinstance(rule, SatBoundary) or rule.quantile_scope == "microbatch":
+        is_averaged = isinstance(rule, SatBoundary) and rule.quantile_scope == "ema"
+        if not is_averaged and (len(scored) == 1 or not isinstance(rule, SatBoundary | M2poBoundary)):
             return None
-        if rule.quantile_scope == "batch" and len(scored) == 1:
-            return None
-        scores, layouts, first = [], [], 0
+        scores, masks, sequences, num_sequences = [], [], [], 0
         for part in scored:
             logp = self._forward(part.batch).logp
             age = _age(part.batch, self.version)
             anchor_logp = anchor_of(self._objective, logp, part.behavior_logp, part.old_logp, age)
             scores.append(trust_region_score(self._objective, logp, anchor_logp, part.layout))
-            layouts.append((part.layout.loss_mask, part.layout.sequence + first))
-            first += part.layout.num_sequences
-        whole = Layout(torch.cat([mask for mask, _ in layouts]), torch.cat([rows for _, rows in layouts]), first)
-        q = sat_quantile(rule, torch.cat(scores), whole)
-        if rule.quantile_scope == "batch":
-            return q
-        before = float(q) if self._quantile_ema is None else self._quantile_ema
-        self._quantile_ema = rule.ema_decay * before + (1 - rule.ema_decay) * float(q)
-        return torch.tensor(self._quantile_ema, dtype=q.dtype)
+            masks.append(part.layout.loss_mask)
+            sequences.append(part.layout.sequence + num_sequences)
+            num_sequences += part.layout.num_sequences
+        whole = Layout(torch.cat(masks), torch.cat(sequences), num_sequences)
+        threshold = batch_threshold(self._objective, torch.cat(scores), whole)
+        if threshold is None or not is_averaged:
+            return threshold
+        before = float(threshold) if self._quantile_ema is None else self._quantile_ema
+        self._quantile_ema = rule.ema_decay * before + (1 - rule.ema_decay) * float(threshold)
+        return torch.tensor(self._quantile_ema, dtype=threshold.dtype)
 
-    def _loss(self, part: _Scored, forward: _Forward, counts: BatchCounts, quantile: Tensor | None) -> LossOutput:
+    def _loss(self, part: _Scored, forward: _Forward, counts: BatchCounts, threshold: Tensor | None) -> LossOutput:
         return policy_loss(
             self._objective,
             logp=forward.logp,
@@ -230,10 +229,10 @@ class LocalLearner:
             reference_logp=part.reference_logp,
             age=_age(part.batch, self.version),
             divergence=forward.divergence,
-            quantile=quantile,
+            threshold=threshold,
         )
 
-    def _not_finite(self, scored: Sequence[_Scored], counts: BatchCounts, quantile: Tensor | None) -> str:
+    def _not_finite(self, scored: Sequence[_Scored], counts: BatchCounts, threshold: Tensor | None) -> str:
         """The rollouts whose gradient alone is not finite, by name."""
         culprits = []
         for part in scored:
@@ -250,7 +249,7 @@ class LocalLearner:
                 )
                 self._optimizer.zero_grad(set_to_none=True)
                 forward = self._forward(single)
-                self._loss(alone, forward, counts, quantile).loss.backward()
+                self._loss(alone, forward, counts, threshold).loss.backward()
                 gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
                 if not all(torch.isfinite(gradient).all() for gradient in gradients):
                     gap = float((forward.logp.detach() - alone.behavior_logp)[single.loss_mask[0]].abs().max())

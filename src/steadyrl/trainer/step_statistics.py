@@ -87,8 +87,6 @@ class StepStatistics:
         return means, histograms
 
 
-def _keep(
-    kept: dict[str, Tensor], choose: Callable[[Tensor, Tensor], Tensor], values: Mapping[str, Tensor]
-) -> None:
+def _keep(kept: dict[str, Tensor], choose: Callable[[Tensor, Tensor], Tensor], values: Mapping[str, Tensor]) -> None:
     for name, value in values.items():
         kept[name] = choose(kept[name], value) if name in kept else value
