@@ -197,8 +197,9 @@ class TrainBatch:
 
     def rows(self, start: int, stop: int) -> TrainBatch:
         """The same micro-batch cut down to some of its sequences."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return TrainBatch(**{name: None if value is None else value[start:stop] for name, value in fields.items()})
+        fields: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        cut: dict[str, Any] = {name: None if value is None else value[start:stop] for name, value in fields.items()}
+        return TrainBatch(**cut)
 
 
 @dataclass(frozen=True)

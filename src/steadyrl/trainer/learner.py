@@ -121,8 +121,8 @@ class LocalLearner:
             self._assign(before)
             raise TrainingError(
                 f"optimizer step {self.version + 1} made weights that are not finite from a finite gradient; the "
-                f"weights are still those of version {self.version}. Lower trainer.lr or trainer.weight_decay, or raise "
-                "trainer.eps, in a new run with model.path set to the model folder of the checkpoint"
+                f"weights are still those of version {self.version}. Lower trainer.lr or trainer.weight_decay, or "
+                "raise trainer.eps, in a new run with model.path set to the model folder of the checkpoint"
             )
 
     def save(self, folder: Path) -> None:
