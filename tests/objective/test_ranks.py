@@ -6,13 +6,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from objective.batches import Batch, loss_and_gradient, loss_of, make_batch, objective_of, scores_of, threshold_of
+from objective.batches import (
+    AGGREGATIONS,
+    Batch,
+    loss_and_gradient,
+    loss_of,
+    make_batch,
+    objective_of,
+    scores_of,
+    threshold_of,
+)
 
+from steadyrl.objective.mask_rules import m2po_limit
 from steadyrl.objective.quantile import order_statistic_across
 from steadyrl.objective.ratio import tokens_per_sequence
+from steadyrl.presets import PRESETS
 from steadyrl.types import BatchCounts
 
-CASES = ["grpo", "sat-grpo", "sat-gspo", "sat-gspo-response", "dr-grpo", "vespo", "gspo-tis", "trm", "ipo"]
+# a rule that looks at its micro-batch on purpose depends on the cut
+PRESETS_OF_ANY_CUT = [name for name in PRESETS if name != "sat-grpo-microbatch"]
+CASES = [(preset, aggregation) for preset in PRESETS_OF_ANY_CUT for aggregation in AGGREGATIONS]
 SHARES = {"even": [[0, 1, 5], [2, 3, 4, 6]], "one rank empty": [[0, 1, 2, 3, 4, 5, 6], []], "one token": [[1], [0, 2]]}
 
 
@@ -21,8 +34,10 @@ def of_all(counts: torch.Tensor) -> torch.Tensor:
     return counts
 
 
-def rank_quantile(objective, mine: Batch) -> torch.Tensor | None:
+def rank_threshold(objective, mine: Batch) -> torch.Tensor | None:
     rule = objective.boundary
+    if rule.rule == "m2po":
+        return m2po_limit(rule, scores_of(objective, mine), mine.layout, of_all)
     if rule.rule != "sat":
         return None
     weights = None
@@ -39,13 +54,13 @@ def work(rank: int, folder: str) -> None:
         mine = make_batch().take(responses[rank])
         local = torch.tensor([mine.counts.num_tokens, mine.counts.num_sequences])
         counts = BatchCounts(*of_all(local).tolist())
-        for preset in CASES:
-            objective = objective_of(preset)
-            quantile = rank_quantile(objective, mine)
+        for preset, aggregation in CASES:
+            objective = objective_of(preset, aggregation)
+            threshold = rank_threshold(objective, mine)
             leaf = replace(mine, logp=mine.logp.clone().requires_grad_())
-            loss = loss_of(objective, leaf, counts, quantile).loss
+            loss = loss_of(objective, leaf, counts, threshold).loss
             (gradient,) = torch.autograd.grad(loss, leaf.logp)
-            results[share, preset] = (of_all(loss.detach()), gradient, quantile)
+            results[share, preset, aggregation] = (of_all(loss.detach()), gradient, threshold)
     torch.save(results, f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -60,21 +75,22 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("preset", CASES)
+@pytest.mark.parametrize("preset", PRESETS_OF_ANY_CUT)
 def test_two_ranks_are_one_process(ranks, preset, share):
     first, second = SHARES[share]
     whole = make_batch().take([*first, *second])
-    loss, gradient = loss_and_gradient(objective_of(preset), whole)
-    for rank in ranks:
-        torch.testing.assert_close(rank[share, preset][0], loss, rtol=1e-12, atol=1e-14)
-    apart = torch.cat([rank[share, preset][1] for rank in ranks])
-    torch.testing.assert_close(apart, gradient, rtol=1e-12, atol=1e-14)
+    for aggregation in AGGREGATIONS:
+        loss, gradient = loss_and_gradient(objective_of(preset, aggregation), whole)
+        for rank in ranks:
+            torch.testing.assert_close(rank[share, preset, aggregation][0], loss, rtol=1e-12, atol=1e-14)
+        apart = torch.cat([rank[share, preset, aggregation][1] for rank in ranks])
+        torch.testing.assert_close(apart, gradient, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("preset", [name for name in CASES if name.startswith("sat")])
+@pytest.mark.parametrize("preset", [name for name in PRESETS_OF_ANY_CUT if name.startswith("sat")])
 def test_every_rank_has_the_same_quantile(ranks, preset, share):
     first, second = SHARES[share]
     alone = threshold_of(objective_of(preset), make_batch().take([*first, *second]))
     assert alone > 0
-    assert all(torch.equal(rank[share, preset][2], alone) for rank in ranks)
+    assert all(torch.equal(rank[share, preset, "token_mean"][2], alone) for rank in ranks)

@@ -11,6 +11,8 @@ Everything here is detached.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -90,22 +92,45 @@ def kpop(rule: KpopBoundary, x: RuleInput) -> BoundaryOutput:
     return _ratio(x, ~kept, ~kept)
 
 
-def m2po_limit(rule: M2poBoundary, size: Tensor, layout: Layout) -> Tensor:
-    """The largest |log r| that M2PO keeps: 0-d, in the dtype of `size` = |log r| [T] (arXiv 2510.01161).
+def m2po_limit(
+    rule: M2poBoundary, size: Tensor, layout: Layout, all_reduce: Callable[[Tensor], Tensor] = lambda total: total
+) -> Tensor:
+    """A bound on |log r|, 0-d in the dtype of `size` = |log r| [T]: M2PO keeps what does not exceed it (2510.01161).
 
     The largest (log r)^2 are dropped until the mean of the rest is below the budget. At least the smallest is
     kept. Our variant in one respect: tokens of one size are kept or dropped together, so that the answer does
-    not depend on their order. inf when no token is active.
+    not depend on their order.
+
+    The mean of the tokens up to a bound grows with the bound, so the bound is found by bisection over the
+    floating-point numbers. The same one comes out on every rank.
+
+    Args:
+        all_reduce: the sum over the ranks of a float64 tensor of 2 numbers, called twice per bit of the dtype.
     """
-    ascending = size.detach()[layout.loss_mask].sort().values
-    if ascending.numel() == 0:
-        return size.new_full((), torch.inf)
-    places = torch.arange(1, len(ascending) + 1, device=size.device)
-    # the mean of the k smallest grows with k, so those below the budget are the first ones
-    num_kept = (ascending.double().square().cumsum(0) / places < rule.budget).sum()
-    first_dropped = torch.cat([ascending, ascending.new_full((1,), torch.inf)])[num_kept]
-    below = ascending[ascending < first_dropped]
-    return torch.cat([ascending[:1], below]).amax()
+    integer, bits = (torch.int32, 31) if size.dtype == torch.float32 else (torch.int64, 63)
+    active = size.detach()[layout.loss_mask]
+    infinity = int(torch.tensor(torch.inf, dtype=size.dtype).view(integer))  # images beyond it are no numbers
+
+    def bound(image: int) -> Tensor:
+        return torch.tensor(image, dtype=integer, device=size.device).view(size.dtype)
+
+    def up_to(image: int) -> tuple[float, float]:
+        kept = active[active <= bound(image)].double()
+        number, total = all_reduce(torch.stack([kept.new_tensor(float(len(kept))), kept.square().sum()])).tolist()
+        return number, total
+
+    def largest(holds: Callable[[float, float], bool]) -> int:
+        """The image of the largest number whose tokens satisfy a condition that holds up to some point."""
+        image = 0
+        for bit in reversed(range(bits)):
+            if image | 1 << bit <= infinity and holds(*up_to(image | 1 << bit)):
+                image |= 1 << bit
+        return image
+
+    below_budget = largest(lambda number, total: total < rule.budget * number or number == 0)
+    if up_to(below_budget)[0] > 0:
+        return bound(below_budget)
+    return bound(min(largest(lambda number, _total: number == 0) + 1, infinity))  # the smallest there is
 
 
 def m2po(rule: M2poBoundary, x: RuleInput) -> BoundaryOutput:
