@@ -100,6 +100,46 @@ def test_broken_files_are_refused(tmp_path):
         load_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("data", "overrides", "words"),
+    [
+        ({}, ["model=5", "model.path=x"], "model = 5"),
+        ({}, ["objective=5", "objective.preset=grpo"], "objective = 5"),
+        ({"trainer": 5}, ["trainer.lr=1"], "trainer = 5"),
+        ({"trainer": [5]}, ["trainer.lr=1"], "trainer = [5]"),
+        ({}, ["task=arithmetic", "task.terms=3"], "task = 'arithmetic'"),
+        ({}, ["objective.boundary=sat", "objective.boundary.alpha=0.5"], "objective.boundary = 'sat'"),
+        ({}, ["seed=" + "9" * 5000], "seed"),
+        ({}, ["seed=0x" + "f" * 5000], "seed"),
+        ({}, ["seed=" + "[" * 5000], "seed"),
+        ({}, ["task.name=reasoning_gym", "task.options." + "a." * 5000 + "a=1"], "nested"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_values_of_an_odd_shape_are_refused(data, overrides, words):
+    with pytest.raises(ConfigError) as error:
+        build_config(data, overrides)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "0x" + "f" * 5000, "[" * 5000, "{a=" * 5000])
+def test_recipes_with_endless_values_are_refused(tmp_path, value):
+    (tmp_path / "long.toml").write_text(f"seed = {value}")
+    with pytest.raises(ConfigError, match=r"long\.toml"):
+        load_config(tmp_path / "long.toml")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path):
+    (tmp_path / "notepad.toml").write_text("seed = 4", encoding="utf-8-sig")
+    assert load_config(tmp_path / "notepad.toml").seed == 4
+
+
+def test_a_recipe_path_that_cannot_exist_is_refused():
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config("a\0b")
+
+
 def test_the_arithmetic_is_spelled_out():
     config = build_config({"pipeline": {"prompts_per_batch": 32, "responses_per_prompt": 8, "lag": 8}})
     text = " ".join(config.arithmetic())

@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-console = Console()
+console = Console(markup=False, highlight=False)
 
 Recipe = Annotated[Path, typer.Argument(help="a TOML recipe, for example recipes/tiny.toml")]
 Overrides = Annotated[

@@ -16,7 +16,7 @@ from steadyrl.types import Prompt, Rollout
 
 
 class YesTask:
-    """Takes "yes" for right, and grades truncated responses too, which the score must not trust."""
+    """Takes "yes" for right, and grades truncated and failed ones too, which the score must not trust."""
 
     def prompts(self, split, start, count):
         return [
@@ -25,8 +25,6 @@ class YesTask:
 
     def grade(self, prompt, rollout):
         assert prompt.prompt_id == rollout.prompt_id
-        if rollout.finish == "error":
-            return 0.0, "error"
         return (1.0, "right") if rollout.text == prompt.answer else (0.0, "wrong")
 
 

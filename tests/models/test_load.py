@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,23 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"cannot be loaded, set model\.path"):
+        load_model(str(tmp_path), torch.float32)
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 4}, {"hidden_size": 32}, {"vocab_size": 64}])
+def test_a_checkpoint_that_leaves_weights_at_random_is_refused(tokenizer, tmp_path, change):
+    save_model(llama(), tokenizer, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ConfigError, match=r"set model\.path"):
+        load_model(str(tmp_path), torch.float32)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a safetensors file at all", bytes(100)])
+def test_torn_weights_are_refused(tokenizer, tmp_path, content):
+    save_model(llama(), tokenizer, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match=r"cannot be loaded, set model\.path"):
         load_model(str(tmp_path), torch.float32)
 

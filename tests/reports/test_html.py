@@ -122,6 +122,18 @@ def test_wrong_calls_say_what_to_do(folders):
         write_report([folders])
 
 
+@pytest.mark.parametrize("out", ["", "sat", "sat/config.toml/x.html", "a\0b", "n" * 300])
+def test_a_page_that_cannot_be_written_is_refused(folders, out):
+    with pytest.raises(ConfigError, match="--out"):
+        write_report([folders / "plain"], folders / out)
+
+
+def test_a_response_that_is_no_valid_text_and_a_stray_file_do_no_harm(tmp_path):
+    write_run(tmp_path / "run", "grpo", steps=3, text="\ud800")
+    (tmp_path / "run" / "rollouts" / "batch_copy.jsonl").write_text("")
+    write_report([tmp_path / "run"])
+
+
 def test_without_matplotlib_the_remedy_is_named(folders, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r'pip install "steadyrl\[report\]"'):

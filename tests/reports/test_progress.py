@@ -1,5 +1,6 @@
 import io
 import math
+import os
 
 import pytest
 from reports.synthetic import make_config, make_evaluation, make_report
@@ -31,7 +32,7 @@ def test_a_log_file_gets_a_line_every_tenth_of_the_run():
     assert [line.split(":")[0] for line in lines if line.startswith("step")] == [
         f"step {step}/40" for step in range(4, 41, 4)
     ]
-    assert lines[-1] == "evaluation after step 40: 0.620 \u00b1 0.030"
+    assert lines[-1] == "evaluation after step 40: 0.620 +- 0.030"
     assert "trainer waits 30%" in lines[-2]
 
 
@@ -53,7 +54,7 @@ def test_a_terminal_shows_what_a_practitioner_watches():
     for name in ("reward", "d-bar", "lag max", "gate rate", "intervention", "grad norm", "tokens/s", "engine idle"):
         assert name in text
     assert "40/40 steps" in text
-    assert "0.120 \u00b1 0.030 -> 0.620 \u00b1 0.030" in text
+    assert "0.120 +- 0.030 -> 0.620 +- 0.030" in text
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -84,3 +85,30 @@ def test_sparkline():
     assert sparkline([0.0, 1.0, math.nan, 0.5]) == "\u2581\u2588 \u2584"
     assert sparkline([2.0, 2.0]) == "\u2581\u2581"
     assert sparkline([math.nan]) == "-"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_terminal_of_ascii_still_gets_its_lines(is_terminal):
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii")
+    with TrainingProgress(Console(file=file, force_terminal=is_terminal, width=100)) as progress:
+        progress.start(make_config(steps=2))
+        progress.message("na\u00efve \u2581")
+        progress.step(make_report(1))
+        progress.step(make_report(2))
+    assert b"na?ve" in raw.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_reader_that_went_away_does_not_end_the_run(is_terminal):
+    reader, writer = os.pipe()
+    file = os.fdopen(writer, "w")
+    os.close(reader)
+    train(TrainingProgress(Console(file=file, force_terminal=is_terminal, width=100)))
+    file.close()  # nothing that could not be written is left to fail
+
+
+def test_a_full_disk_or_a_closed_file_do_not_end_the_run():
+    with open("/dev/full", "w") as file:
+        train(TrainingProgress(Console(file=file, force_terminal=False, width=100)))
+    train(TrainingProgress(Console(file=file, force_terminal=False, width=100)))

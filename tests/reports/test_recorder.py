@@ -1,12 +1,14 @@
 import json
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from reports.synthetic import make_batch, make_config, make_evaluation, make_report, write_run
 
-from steadyrl.errors import ConfigError
+from steadyrl.errors import ConfigError, SteadyRLError
 from steadyrl.recipe import load_config
 from steadyrl.reports.recorder import RunFolder, read_rollouts, read_run, recorded_batches
 from steadyrl.reports.summary import lag_counts, summary
@@ -80,7 +82,8 @@ def test_resume_drops_what_lies_beyond_the_checkpoint(tmp_path):
     write_run(tmp_path, steps=30)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 31, "met')
-    folder = RunFolder.resume(tmp_path, make_config(), step=17, evaluated=10)
+    folder = RunFolder.open(tmp_path)
+    folder.rewind(make_config(), step=17, evaluated=10)
     kept_until = max(event["end_s"] for event in read_run(tmp_path).timeline)
     folder.step(make_report(18))
     folder.evaluation(make_evaluation(20, 0.5))
@@ -101,6 +104,106 @@ def test_a_torn_last_line_is_skipped_and_a_damaged_one_inside_is_named(tmp_path)
     path.write_text('{"step": \n' + whole)
     with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 1 "):
         read_run(tmp_path)
+
+
+WRONG_ROWS = {
+    "metrics.jsonl": [
+        "5",
+        "{}",
+        "[]",
+        "null",
+        '{"step": "1", "metrics": {}, "seconds": {}}',
+        '{"step": 1, "metrics": [], "seconds": {}}',
+        '{"step": 1, "metrics": {"a": "b"}, "seconds": {}}',
+        '{"step": 1, "metrics": {"a": 1e999}, "seconds": {}}',
+        '{"step": 1, "metrics": {"a": 1' + "0" * 400 + '}, "seconds": {}}',
+        '{"step": 1, "metrics": {}, "seconds": {}, "histograms": {"lag": 3}}',
+        "[" * 100_000,
+    ],
+    "evaluations.jsonl": ["{}", '{"step": 1, "avg_at_k": "high"}', '{"step": 1, "avg_at_k_se": []}'],
+    "timeline.jsonl": [
+        '{"step": 1}',
+        '{"step": 1, "actor": "trainer", "phase": [], "start_s": 0, "end_s": 1}',
+        '{"step": 1, "actor": "trainer", "phase": "train", "start_s": null, "end_s": 1}',
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [(name, line) for name, lines in WRONG_ROWS.items() for line in lines],
+    ids=lambda value: value[:50],
+)
+def test_a_row_that_is_json_but_wrong_is_named(tmp_path, name, line):
+    write_run(tmp_path, steps=2)
+    with (tmp_path / name).open("a") as file:
+        count = len((tmp_path / name).read_text().splitlines())
+        file.write(line + "\n")
+    with pytest.raises(ConfigError, match=rf"{name}, line {count + 1} "):
+        read_run(tmp_path)
+    with pytest.raises(ConfigError, match=rf"{name}, line {count + 1} "):
+        RunFolder.open(tmp_path).rewind(make_config(), step=1, evaluated=0)
+
+
+@pytest.mark.parametrize("change", [{"group": []}, {"text": 5}, {"reward": "1"}, {"loss_mask": 1}, {"status": None}])
+def test_a_wrong_rollout_is_named(tmp_path, change):
+    folder = RunFolder.create(tmp_path, make_config())
+    folder.rollouts(make_batch(0))
+    (file,) = recorded_batches(read_run(tmp_path))
+    first, *_ = read_rollouts(file)
+    file.write_text(json.dumps({**first, **change}) + "\n")
+    with pytest.raises(ConfigError, match=r"batch_000000\.jsonl, line 1 "):
+        read_rollouts(file)
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "evaluations.jsonl", "timeline.jsonl", "status.json", "config.toml"]
+)
+def test_a_folder_in_place_of_a_file_is_named(tmp_path, name):
+    write_run(tmp_path, steps=2)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=name):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("status.json", "[]"),
+        ("status.json", "["),
+        ("status.json", "[" * 100_000),
+        ("config.toml", "objective = 5"),
+        ("config.toml", "trainer = 5"),
+        ("config.toml", "a = ="),
+        ("config.toml", "[objective]\nboundary = 5"),
+        ("config.toml", "[objective]\npreset = 5"),
+    ],
+)
+def test_a_wrong_status_or_recipe_is_named(tmp_path, name, text):
+    write_run(tmp_path, steps=2)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=name):
+        read_run(tmp_path)
+
+
+def test_a_folder_has_one_writer(tmp_path):
+    folder = RunFolder.create(tmp_path, make_config())
+    with pytest.raises(ConfigError, match="another process"):
+        RunFolder.open(tmp_path)
+    code = f"from steadyrl.reports.recorder import RunFolder; RunFolder.open({str(tmp_path)!r})"
+    second = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "another process" in second.stderr
+    assert read_run(tmp_path).steps == []  # reading is free
+    folder.close()
+    RunFolder.open(tmp_path)
+
+
+def test_a_full_disk_ends_a_run_with_a_sentence(tmp_path):
+    folder = RunFolder.create(tmp_path, make_config())
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(SteadyRLError, match=r"metrics\.jsonl.*--resume"):
+        folder.step(make_report(1))
 
 
 def test_a_folder_that_is_no_run_says_what_is_missing(tmp_path):

@@ -76,6 +76,12 @@ def test_steps_end_in_the_sum():
     assert split_of([3, 8, 2]) in ("train", "test")
 
 
+def test_a_task_without_training_problems_is_refused(tokenizer):
+    only_held_out = next(terms for terms in range(2, 20) if split_of([1] * terms) == "test")
+    with pytest.raises(ConfigError, match="no training problems"):
+        Arithmetic(ArithmeticTask(terms=only_held_out, max_term=1), tokenizer, 0).prompts("train", 0, 1)
+
+
 def test_a_task_too_small_for_its_test_set_is_refused(tokenizer):
     with pytest.raises(ConfigError, match=r"evaluation\.prompts"):
         Arithmetic(ArithmeticTask(terms=2, max_term=3), tokenizer, 0).prompts("test", 0, 50)

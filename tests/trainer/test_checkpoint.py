@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from steadyrl.errors import CheckpointError
-from steadyrl.trainer.checkpoint import latest_checkpoint, load_snapshots, load_state, save_checkpoint
+from steadyrl.trainer.checkpoint import latest_checkpoint, load_snapshots, load_state, save_checkpoint, set_aside
 
 
 class FakeLearner:
@@ -23,7 +25,15 @@ class FakeLearner:
 
 def save(root: Path, version: int, keep: int = 3) -> Path:
     snapshots = {version - 1: {"w": torch.full((2, 2), float(version))}}
-    return save_checkpoint(root, FakeLearner(version), {"step": version}, snapshots, keep)  # type: ignore[arg-type]
+    return save_checkpoint(root, FakeLearner(version), state(version), snapshots, keep)  # type: ignore[arg-type]
+
+
+def state(version: int) -> dict:
+    return {"step": version, "counters": {}, "evaluated": -1, "config": {}}
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
 
 
 def test_the_newest_is_found_and_only_so_many_are_kept(tmp_path):
@@ -31,9 +41,9 @@ def test_the_newest_is_found_and_only_so_many_are_kept(tmp_path):
         save(tmp_path, version)
     latest = latest_checkpoint(tmp_path)
     assert latest.name == "step_000100"
-    assert load_state(latest) == {"step": 100}
+    assert load_state(latest) == state(100)
     assert load_snapshots(latest)[99]["w"].tolist() == [[100.0, 100.0]] * 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000010", "step_000020", "step_000100"]
+    assert names(tmp_path) == ["step_000010", "step_000020", "step_000100"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "remove", "state", "no state"])
@@ -67,3 +77,72 @@ def test_one_that_was_being_written_does_not_count(tmp_path):
 def test_none_at_all_says_what_to_do(tmp_path):
     with pytest.raises(CheckpointError, match="start without --resume"):
         latest_checkpoint(tmp_path)
+
+
+WHOLE = {"step": 2, "state": state(2), "files": {}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "null",
+        "5",
+        "{}",
+        "[" * 100_000,
+        json.dumps({**WHOLE, "state": None}),
+        json.dumps({**WHOLE, "state": {"step": 2}}),
+        json.dumps({**WHOLE, "state": {**state(2), "counters": []}}),
+        json.dumps({**WHOLE, "files": ["model/weights"]}),
+        json.dumps(WHOLE),
+    ],
+    ids=lambda text: text[:60],
+)
+def test_a_state_that_is_json_but_wrong_is_passed_over(tmp_path, caplog, text):
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "state.json").write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert latest_checkpoint(tmp_path).name == "step_000001"
+    assert "step_000002 is not used" in caplog.text
+
+
+def test_later_and_damaged_ones_do_not_push_out_the_one_just_written(tmp_path):
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "state.json").unlink()
+    for later in ("step_000050", "step_000060"):
+        (tmp_path / later).mkdir()
+    (tmp_path / "step_000070").write_text("a file")
+    save(tmp_path, 3, keep=2)
+    assert names(tmp_path) == ["step_000001", "step_000003", "step_000050", "step_000060", "step_000070"]
+    assert latest_checkpoint(tmp_path).name == "step_000003"
+
+
+def test_what_lies_beyond_the_checkpoint_resumed_from_is_set_aside(tmp_path):
+    for version in (1, 2, 3):
+        (save(tmp_path, version) / "state.json").touch()
+    (tmp_path / "unused_step_000003" / "old").mkdir(parents=True)
+    set_aside(tmp_path, 1)
+    assert names(tmp_path) == ["step_000001", "unused_step_000002", "unused_step_000003"]
+    assert not (tmp_path / "unused_step_000003" / "old").exists()
+
+
+def test_stale_partial_folders_are_removed(tmp_path):
+    (tmp_path / ".partial_step_000007" / "model").mkdir(parents=True)
+    save(tmp_path, 1)
+    assert names(tmp_path) == ["step_000001"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error")])
+def test_a_full_disk_names_the_last_complete_checkpoint(tmp_path, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("steadyrl.trainer.checkpoint.save_file", fail)
+    with pytest.raises(CheckpointError, match=r"step_000001.*there is no complete checkpoint"):
+        save(tmp_path, 1)
+    monkeypatch.undo()
+    save(tmp_path, 1)
+    monkeypatch.setattr("steadyrl.trainer.checkpoint.save_file", fail)
+    with pytest.raises(CheckpointError, match=r"step_000002.*the last complete checkpoint is .*step_000001"):
+        save(tmp_path, 2)
+    assert names(tmp_path) == ["step_000001"]

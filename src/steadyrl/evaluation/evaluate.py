@@ -86,8 +86,9 @@ def mean_and_se(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def _status(task: Task, prompt: Prompt, rollout: Rollout) -> Status:
-    status = task.grade(prompt, rollout)[1]
-    return "truncated" if rollout.finish == "length" else status
+    if rollout.finish != "stop":  # whatever its text says
+        return "truncated" if rollout.finish == "length" else "error"
+    return task.grade(prompt, rollout)[1]
 
 
 def _check_complete(request: GenerationRequest, rollouts: Sequence[Rollout]) -> None:

@@ -101,12 +101,13 @@ def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     if path.endswith(".gguf") and hasattr(transformers, "GgufConfig"):
         # versions that have this class may keep the weights packed, which can be neither trained nor saved
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = _from_hugging_face(path, AutoModelForCausalLM.from_pretrained, **options).eval()
+    model, info = _from_hugging_face(path, AutoModelForCausalLM.from_pretrained, output_loading_info=True, **options)
+    _check_complete(path, info)
     if path.endswith(".gguf"):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(parameter.bfloat16())
-    return model
+    return model.eval()
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
@@ -138,6 +139,17 @@ def _from_hugging_face(path: str, load: Callable[..., Loaded], **options: Any) -
         options["gguf_file"] = gguf_file
     try:
         return load(folder, **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # files from outside can be broken in any way, and each library has its own errors
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigError(f"{path} cannot be loaded, set model.path to a causal language model: {reason}") from error
+
+
+def _check_complete(path: str, info: dict[str, Any]) -> None:
+    """Refuse a checkpoint that leaves weights at their random start; tied weights are not reported as missing."""
+    for problem in ("missing_keys", "mismatched_keys"):
+        if info.get(problem):
+            names = sorted(str(key) for key in info[problem])
+            raise ConfigError(
+                f"{path} does not hold the weights of its config.json ({len(names)} {problem.replace('_', ' ')}, "
+                f"first {names[0]}): set model.path to a complete checkpoint"
+            )

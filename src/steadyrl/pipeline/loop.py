@@ -17,6 +17,7 @@ every batch against the bound.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ from steadyrl.tasks.base import Task
 from steadyrl.trainer.base import Learner
 from steadyrl.trainer.checkpoint import load_snapshots, load_state, save_checkpoint
 from steadyrl.types import GenerationRequest, Prompt, Rollout, RolloutBatch, StepReport
+
+logger = logging.getLogger(__name__)
 
 
 class Evaluation(Protocol):
@@ -96,18 +99,26 @@ class TrainingLoop:
     def run(self) -> bool:
         """Train; true if the last step was reached, false if stopped before.
 
-        Raises:
-            TrainingError, EngineError: after the last good weights were written to a checkpoint.
+        Any error, but not an interrupt, is raised after the last good weights were written to a checkpoint.
         """
         try:
             return self._run()
-        except TrainingError:
-            self._save()
+        except Exception as error:
+            self._rescue(error)
             raise
-        except EngineError:
-            self._evaluating = False  # nothing more comes from this engine
+
+    def _rescue(self, error: Exception) -> None:
+        """Save what can be saved after an error, without another one taking its place."""
+        if isinstance(error, TrainingError):  # after any other, nobody knows what the engine still answers
+            try:
+                self._collect_evaluation()
+            except Exception as second:
+                logger.warning("the evaluation in flight is lost: %s", second)
+        self._evaluating = False
+        try:
             self._save()
-            raise
+        except Exception as second:
+            logger.warning("no checkpoint of step %d could be written: %s", self._learner.version, second)
 
     def _run(self) -> bool:
         self._keep_snapshot()
@@ -173,14 +184,13 @@ class TrainingLoop:
         self._collect_evaluation()
         rollouts = self._wait("generate").rollouts
         start = time.monotonic()
-        expected = self._pipeline.responses_per_batch
-        if len(rollouts) != expected:
-            raise EngineError(
-                f"the engine returned {len(rollouts)} rollouts for batch {batch_id} instead of {expected}"
-            )
         prompts = self._prompts.pop(batch_id)
+        _check_answer(batch_id, prompts, self._pipeline.responses_per_prompt, rollouts)
         for rollout in rollouts:
-            rollout.reward, rollout.status = self._task.grade(prompts[rollout.group], rollout)
+            if rollout.finish == "error":  # whatever text there is, it is not the policy's answer
+                rollout.reward, rollout.status = 0.0, "error"
+            else:
+                rollout.reward, rollout.status = self._task.grade(prompts[rollout.group], rollout)
         batch = RolloutBatch(batch_id, self._pipeline.responses_per_prompt, rollouts)
         every = self._config.record.rollouts_every_batches
         if every and batch_id % every == 0:
@@ -225,7 +235,7 @@ class TrainingLoop:
         for chunk in chunks[:done]:  # trained on before the run was resumed
             self._count(chunk)
         for index in range(done, steps):
-            self._train_chunk(batch.batch_id, chunks[index])
+            self._train_chunk(batch.batch_id, index, chunks[index])
             if index == steps - 1:
                 self._settled = Counters(**vars(self._counters))
             rest = sum(len(group) for chunk in chunks[index + 1 :] for group in chunk)
@@ -239,11 +249,17 @@ class TrainingLoop:
                 return False
         return True
 
-    def _train_chunk(self, batch_id: int, chunk: Sequence[Group]) -> None:
+    def _train_chunk(self, batch_id: int, index: int, chunk: Sequence[Group]) -> None:
         start = time.monotonic()
         groups = _trainable(chunk)
         if not groups:
-            raise EngineError(f"every rollout of batch {batch_id} had an unusable log-probability: look at the engine")
+            steps = self._pipeline.steps_per_batch
+            share = f"batch {batch_id}" if steps == 1 else f"share {index + 1} of {steps} of batch {batch_id}"
+            raise EngineError(
+                f"every group of {share} ({chunk[0][0].prompt_id} to {chunk[-1][0].prompt_id}) has a rollout that "
+                "cannot be trained on: the engine reported an error, sampled no token, or gave a log-probability that "
+                "is not finite or above 0; look at the engine"
+            )
         rollouts = [rollout for group in groups for rollout in group]
         self._check_lag(batch_id, rollouts)
         micro_batches = pack(
@@ -308,6 +324,20 @@ class TrainingLoop:
 def stream_seed(seed: int, stream: str) -> int:
     """An independent seed for each named stream of random numbers of a run."""
     return int.from_bytes(hashlib.blake2s(f"{seed}/{stream}".encode(), digest_size=7).digest(), "big")
+
+
+def _check_answer(batch_id: int, prompts: Sequence[Prompt], samples: int, rollouts: Sequence[Rollout]) -> None:
+    """Raises EngineError unless the rollouts answer the prompts one after the other, `samples` times each."""
+    expected = len(prompts) * samples
+    if len(rollouts) != expected:
+        raise EngineError(f"the engine returned {len(rollouts)} rollouts for batch {batch_id} instead of {expected}")
+    for index, rollout in enumerate(rollouts):
+        group = index // samples
+        if (rollout.group, rollout.prompt_id) != (group, prompts[group].prompt_id):
+            raise EngineError(
+                f"rollout {index} of batch {batch_id} answers {rollout.prompt_id} in group {rollout.group} instead of "
+                f"{prompts[group].prompt_id} in group {group}: the engine mixed up its answers"
+            )
 
 
 def _trainable(groups: Sequence[Group]) -> list[Group]:

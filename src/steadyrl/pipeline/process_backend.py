@@ -6,22 +6,27 @@
     collect:   reads answers, oldest first             <-
 
 The engine waits for commands and for nothing else. The trainer waits in `collect`, and in `broadcast`
-only when both slots still hold weights that the engine has not taken; each wait has a deadline and
-notices when the engine has died. If the trainer dies, the pipe closes and the engine ends.
+only when both slots still hold weights that the engine has not taken. It never touches the pipe itself:
+one thread writes what is queued for the engine, another queues what the engine says, and so each wait
+is one for a queue, with a deadline, and notices when the engine has died. If the trainer dies, the
+engine ends: its pipe closes, and on Linux the kernel kills it, even where it is stopped.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -31,12 +36,15 @@ from transformers.utils.logging import disable_progress_bar
 from steadyrl.engines.build import build_local_engine
 from steadyrl.errors import EngineError
 from steadyrl.pipeline.backend import EngineSpec, Generated, Loaded
-from steadyrl.pipeline.weights import WeightLayout, WeightSlot, verify
+from steadyrl.pipeline.weights import NUM_SLOTS, WeightLayout, WeightSlot, create_slots, verify
 from steadyrl.types import GenerationRequest
 
-NUM_SLOTS = 2  # one for rollouts and one for an evaluation may wait at the same time
 POLL_S = 0.5  # how often a wait looks whether the engine is alive
 CLOSE_TIMEOUT_S = 5.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+PR_SET_PDEATHSIG = 1  # of prctl
+
+Answer = tuple[Any, ...]
 
 
 class ProcessBackend:
@@ -45,25 +53,47 @@ class ProcessBackend:
     def __init__(self, spec: EngineSpec, weights: Mapping[str, Tensor]) -> None:
         self._spec = spec
         layout = WeightLayout.of(weights, getattr(torch, spec.dtype))
-        self._slots = [WeightSlot(layout) for _ in range(NUM_SLOTS)]
+        self._slots = create_slots(layout)
         self._next_slot = 0
         self._sent: deque[tuple[int, str]] = deque()  # version and checksum of broadcasts without an answer
         self._finished: deque[Generated] = deque()
         self._waiting = 0  # requests without an answer
         self._loads: list[Loaded] = []
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: no more
+        self._inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()  # None: the pipe has ended
         context = multiprocessing.get_context("spawn")
         self._connection, remote = context.Pipe()
         names = [slot.name for slot in self._slots]
         self._process = context.Process(
             target=_engine_process, args=(remote, spec, layout, names), name="steadyrl-engine", daemon=True
         )
-        self._process.start()
-        remote.close()
+        self._writer = threading.Thread(
+            target=_write, args=(self._connection, self._outbox), name="steadyrl-writer", daemon=True
+        )
+        self._reader = threading.Thread(
+            target=_read, args=(self._connection, self._inbox), name="steadyrl-reader", daemon=True
+        )
         try:
+            self._start(remote)
             self._receive("the engine process to start", spec.start_timeout_s)
         except BaseException:
             self.close()
             raise
+
+    def _start(self, remote: Connection) -> None:
+        """Start the engine and the threads with blocked signals, which they inherit.
+
+        Ctrl-C reaches the whole process group: it must not end an engine that has yet to ignore it, and
+        in this process it must interrupt the main thread.
+        """
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            self._process.start()
+            self._writer.start()
+            self._reader.start()
+        finally:
+            remote.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def broadcast(self, weights: Mapping[str, Tensor], version: int) -> None:
         while len(self._sent) == NUM_SLOTS:
@@ -88,35 +118,41 @@ class ProcessBackend:
         return loads
 
     def close(self) -> None:
-        self._connection.close()  # the engine ends when its pipe does
-        self._process.join(CLOSE_TIMEOUT_S)
-        if self._process.is_alive():  # in the middle of a generation that nobody waits for any more
-            self._process.kill()
+        if self._process.pid is not None:
+            self._process.kill()  # it holds nothing that must be kept, and may be stopped or in a generation
             self._process.join(CLOSE_TIMEOUT_S)
-        for slot in self._slots:
-            slot.close()
+        self._outbox.put(None)
+        threads = [thread for thread in (self._writer, self._reader) if thread.is_alive()]
+        for thread in threads:  # the pipe has ended with the process
+            thread.join(CLOSE_TIMEOUT_S)
+        if not any(thread.is_alive() for thread in threads):
+            self._connection.close()
+        while self._slots:
+            self._slots.pop().close()
 
     def _send(self, command: tuple[Any, ...]) -> None:
-        try:
-            self._connection.send(command)
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._died("it was sent a command") from None
+        self._outbox.put(bytes(ForkingPickler.dumps(command)))
 
     def _receive(self, awaited: str, timeout_s: float) -> None:
         """Handle one answer of the engine."""
         deadline = time.monotonic() + timeout_s
-        while not self._connection.poll(POLL_S):
-            if not self._process.is_alive() and not self._connection.poll(0):
-                raise self._died(f"waiting for {awaited}")
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"gave up waiting for {awaited} after {timeout_s:.0f} s: raise engine.start_timeout_s or "
-                    "engine.generate_timeout_s if the machine is slow, else look at the engine process"
-                )
-        try:
-            answer = self._connection.recv()
-        except (EOFError, ConnectionResetError):
-            raise self._died(f"waiting for {awaited}") from None
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                answer = self._inbox.get(timeout=max(0.0, min(POLL_S, left_s)))
+                break
+            except queue.Empty:
+                if not self._process.is_alive():
+                    self._reader.join(POLL_S)  # for its last words
+                    if self._inbox.empty():
+                        raise self._died(f"waiting for {awaited}") from None
+                elif left_s <= 0:
+                    raise EngineError(
+                        f"gave up waiting for {awaited} after {timeout_s:.0f} s: raise engine.start_timeout_s or "
+                        "engine.generate_timeout_s if the machine is slow, else look at the engine process"
+                    ) from None
+        if answer is None:
+            raise self._died(f"waiting for {awaited}")
         self._handle(*answer)
 
     def _handle(self, kind: str, *content: Any) -> None:
@@ -136,17 +172,42 @@ class ProcessBackend:
     def _died(self, during: str) -> EngineError:
         self._process.join(1.0)
         code = self._process.exitcode
-        cause = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        if code is None:
+            return EngineError(f"the engine process closed its pipe while {during}: look at what it printed")
+        cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return EngineError(
-            f"the engine process died ({cause}) while {during}: continue from the last checkpoint with --resume; "
-            "SIGKILL often means that the machine ran out of memory"
+            f"the engine process died ({cause}) while {during}: if the run folder holds a checkpoint, --resume "
+            "continues from it; SIGKILL often means that the machine ran out of memory"
         )
+
+
+def _write(connection: Connection, outbox: queue.SimpleQueue[bytes | None]) -> None:
+    """Write what is queued for the engine, until there is no more or the pipe has ended (the reader says so)."""
+    try:
+        while (command := outbox.get()) is not None:
+            connection.send_bytes(command)
+    except OSError:
+        pass
+
+
+def _read(connection: Connection, inbox: queue.SimpleQueue[Answer | None]) -> None:
+    """Queue what the engine says, until the pipe has ended, in the middle of a message or not."""
+    while True:
+        try:
+            inbox.put(connection.recv())
+        except (EOFError, OSError):
+            break
+        except Exception:
+            inbox.put(("failed", f"its answer could not be read:\n{traceback.format_exc()}"))
+    inbox.put(None)
 
 
 def _engine_process(connection: Connection, spec: EngineSpec, layout: WeightLayout, slot_names: list[str]) -> None:
     """The whole life of the engine process."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)  # they may reach both processes; the trainer decides when to end
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    _end_with_the_trainer()
     disable_progress_bar()
     torch.set_num_threads(spec.threads)
     commands: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
@@ -168,6 +229,15 @@ def _engine_process(connection: Connection, spec: EngineSpec, layout: WeightLayo
     except BaseException:
         connection.send(("failed", traceback.format_exc()))
         os._exit(1)
+
+
+def _end_with_the_trainer() -> None:
+    """Have the kernel kill this process with the thread that started it: a stopped one sees no pipe close."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    trainer = multiprocessing.parent_process()
+    if trainer is not None and os.getppid() != trainer.pid:  # it died before the kernel was asked
+        os._exit(0)
 
 
 def _read_commands(connection: Connection, commands: queue.SimpleQueue[tuple[Any, ...]]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
@@ -11,6 +13,8 @@ from torch import Tensor
 
 from steadyrl.engines.base import weights_checksum
 from steadyrl.errors import EngineError
+
+NUM_SLOTS = 2  # one for rollouts and one for an evaluation may wait at the same time
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class WeightSlot:
 
     def __init__(self, layout: WeightLayout, name: str | None = None) -> None:
         self._owner = name is None
-        self._memory = SharedMemory(name=name, create=self._owner, size=layout.num_bytes if self._owner else 0)
+        self._memory = _create(layout.num_bytes) if name is None else SharedMemory(name=name)
         self.name = self._memory.name
         self.tensors = {
             entry: torch.frombuffer(
@@ -55,6 +59,48 @@ class WeightSlot:
         self._memory.close()
         if self._owner:
             self._memory.unlink()
+
+
+def create_slots(layout: WeightLayout) -> list[WeightSlot]:
+    """All the slots, or none.
+
+    Raises:
+        EngineError: there is too little shared memory.
+    """
+    slots: list[WeightSlot] = []
+    try:
+        for _ in range(NUM_SLOTS):
+            slots.append(WeightSlot(layout))
+    except BaseException:
+        for slot in slots:
+            slot.close()
+        raise
+    return slots
+
+
+def _create(num_bytes: int) -> SharedMemory:
+    """A block whose pages are there: the first write to a page that cannot be had would be a SIGBUS."""
+    memory = None
+    try:
+        memory = SharedMemory(create=True, size=num_bytes)
+        if sys.platform == "linux":
+            fd = os.open(f"/dev/shm/{memory.name}", os.O_RDWR)
+            try:
+                os.posix_fallocate(fd, 0, num_bytes)
+            finally:
+                os.close(fd)
+    except BaseException as error:
+        if memory is not None:
+            memory.close()
+            memory.unlink()
+        if isinstance(error, OSError):
+            raise EngineError(
+                f"no room for the weights in the shared memory of /dev/shm ({error.strerror}): "
+                f"{NUM_SLOTS * num_bytes:,} bytes are needed; make it larger (in a container with --shm-size), or set "
+                "pipeline.backend=inline, which needs none"
+            ) from None
+        raise
+    return memory
 
 
 def verify(version: int, sent: str, received: str) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from itertools import accumulate, count
+from collections.abc import Iterator
+from itertools import accumulate, islice
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,6 +22,7 @@ from steadyrl.tasks.render import render_prompt
 from steadyrl.types import Prompt, Rollout, Status
 
 TEST_SHARE = 10  # one problem in so many is held out
+MAX_DRAWS = 20_000  # without a fitting problem, before the task is called too small
 TEST_SEED = 20_260_722  # the held-out set is the same for every run
 
 
@@ -32,14 +34,19 @@ class Arithmetic:
         self._tokenizer = tokenizer
         self._seed = seed
         self._test: list[list[int]] = []
+        self._met: set[tuple[int, ...]] = set()
+        self._test_draws = self._draws(random.Random(TEST_SEED))
 
     def terms(self, split: Split, position: int) -> list[int]:
         """The summands of the problem at a position."""
         if split == "train":
-            generator = random.Random(f"{self._seed}/train/{position}")
-            return next(terms for terms in self._draws(generator) if split_of(terms) == "train")
-        if position >= len(self._test):
-            self._test = self._held_out(position + 1)
+            draws = self._draws(random.Random(f"{self._seed}/train/{position}"))
+            for terms in islice(draws, MAX_DRAWS):
+                if split_of(terms) == "train":
+                    return terms
+            raise ConfigError(f"{self._described()} has no training problems: raise them")
+        while len(self._test) <= position:
+            self._test.append(self._next_held_out())
         return self._test[position]
 
     def prompts(self, split: Split, start: int, count: int) -> list[Prompt]:
@@ -59,27 +66,22 @@ class Arithmetic:
         text = question(terms)
         return Prompt(f"{split}/{position}", render_prompt(self._tokenizer, text), text, str(sum(terms)))
 
-    def _draws(self, generator: random.Random):
+    def _draws(self, generator: random.Random) -> Iterator[list[int]]:
         while True:
             yield [generator.randint(1, self.config.max_term) for _ in range(self.config.terms)]
 
-    def _held_out(self, size: int) -> list[list[int]]:
-        """The first `size` distinct test problems of a fixed stream."""
-        generator = random.Random(TEST_SEED)
-        chosen: dict[tuple[int, ...], None] = {}
-        draws = self._draws(generator)
-        for attempt in count():
-            if len(chosen) == size:
-                return [list(terms) for terms in chosen]
-            if attempt > 100 * size + 10_000:
-                raise ConfigError(
-                    f"task.terms = {self.config.terms} with task.max_term = {self.config.max_term} has fewer than "
-                    f"{size} held-out problems: raise them, or lower evaluation.prompts"
-                )
-            terms = next(draws)
-            if split_of(terms) == "test":
-                chosen[tuple(terms)] = None
-        raise AssertionError("unreachable: count() does not end")
+    def _next_held_out(self) -> list[int]:
+        """The next problem of a fixed stream that is held out and was not met before."""
+        for terms in islice(self._test_draws, MAX_DRAWS):
+            if split_of(terms) == "test" and tuple(terms) not in self._met:
+                self._met.add(tuple(terms))
+                return terms
+        raise ConfigError(
+            f"{self._described()} has only {len(self._test)} held-out problems: raise them, or lower evaluation.prompts"
+        )
+
+    def _described(self) -> str:
+        return f"task.terms = {self.config.terms} with task.max_term = {self.config.max_term}"
 
 
 def question(terms: list[int]) -> str:
