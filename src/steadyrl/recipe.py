@@ -24,11 +24,13 @@ def load_config(recipe: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = Path(recipe)
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"there is no recipe at {path}; the bundled ones are in recipes/") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the recipe {path} cannot be read: {error}") from None
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no possible path
+        raise ConfigError(f"the recipe {str(path)!r} cannot be read: {error}") from None
+    try:
+        data = _parse(text, str(path))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     return build_config(data, overrides)
@@ -36,13 +38,15 @@ def load_config(recipe: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 def build_config(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """Check recipe tables plus overrides; see `load_config`."""
-    merged = _copy(data)
-    for override in overrides:
-        _apply_override(merged, override)
-    for key in _paths(merged):
-        _check_key(key)
     try:
+        merged = _copy(data)
+        for override in overrides:
+            _apply_override(merged, override)
+        for key in _paths(merged):
+            _check_key(key)
         return RunConfig.model_validate(merged)
+    except RecursionError:
+        raise ConfigError("the recipe has a table nested too deeply: flatten it") from None
     except ValidationError as error:
         raise ConfigError("; ".join(_sentence(item) for item in error.errors())) from None
 
@@ -54,18 +58,35 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         raise ConfigError(f"{override!r} is not an override: write key=value, for example pipeline.lag=4")
     _check_key(key)
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value = _parse(f"value = {text}", key)["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
     *parents, last = key.split(".")
     table = data
-    for name in parents:
+    for depth, name in enumerate(parents):
         inner: Any = table.get(name, {})
-        if isinstance(inner, str):  # objective = "sat-gspo" given by name
+        if table is data and name == "objective" and isinstance(inner, str):  # objective = "sat-gspo"
             inner = {"preset": inner}
+        if not isinstance(inner, dict):
+            parent = ".".join(parents[: depth + 1])
+            raise ConfigError(
+                f"{key} cannot be set where {parent} = {inner!r}: {parent} is a table, leave out its value"
+            )
         table[name] = inner
         table = inner
     table[last] = value
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    """The tables of a TOML text whose values can also be written out again, in messages and files."""
+    try:
+        data = tomllib.loads(text)
+        repr(data)
+    except tomllib.TOMLDecodeError:
+        raise
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{where} has a number too long or a value nested too deeply: shorten it") from None
+    return data
 
 
 def _check_key(key: str) -> None:

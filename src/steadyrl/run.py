@@ -7,17 +7,18 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from steadyrl.config import ArithmeticTask, RunConfig
 from steadyrl.engines.build import build_local_engine
-from steadyrl.errors import CheckpointError, ConfigError
+from steadyrl.errors import CheckpointError, ConfigError, SteadyRLError
 from steadyrl.evaluation.evaluate import evaluation_request, score
 from steadyrl.models.load import context_length, load_model, load_tokenizer
 from steadyrl.models.routing import routers
@@ -26,18 +27,26 @@ from steadyrl.pipeline.inline_backend import InlineBackend
 from steadyrl.pipeline.loop import TrainingLoop, stream_seed
 from steadyrl.pipeline.process_backend import ProcessBackend
 from steadyrl.reports.progress import TrainingProgress
-from steadyrl.reports.recorder import CHECKPOINTS, RunFolder
+from steadyrl.reports.recorder import CHECKPOINTS, LOCK, RunFolder
 from steadyrl.tasks.arithmetic import Arithmetic
 from steadyrl.tasks.base import Task
 from steadyrl.trainer.base import Learner
-from steadyrl.trainer.checkpoint import latest_checkpoint, load_state
+from steadyrl.trainer.checkpoint import latest_checkpoint, load_state, set_aside
 from steadyrl.trainer.learner import LocalLearner
 from steadyrl.types import GenerationRequest, Prompt, Rollout, RolloutBatch, StepReport
 
 logger = logging.getLogger(__name__)
 
 # what may differ between a checkpoint and the recipe that continues it, without changing a number
-MAY_DIFFER = ("run_dir", "trainer.steps", "pipeline.backend", "checkpoint", "record")
+MAY_DIFFER = (
+    "run_dir",
+    "trainer.steps",
+    "pipeline.backend",
+    "engine.start_timeout_s",
+    "engine.generate_timeout_s",
+    "checkpoint",
+    "record",
+)
 
 
 @dataclass(frozen=True)
@@ -54,16 +63,34 @@ def train(config: RunConfig, *, resume: bool = False, progress: TrainingProgress
         SteadyRLError: the run ended early; what it had produced is in the run folder.
     """
     torch.set_num_threads(config.trainer.threads)
-    checkpoint = _checkpoint_to_resume(config) if resume else None
-    tokenizer = load_tokenizer(config.model.path)
-    model = load_model(config.model.path, torch.float32)
-    task = build_task(config, tokenizer)
-    evaluation = HeldOut(task, evaluation_request(task, config.evaluation, stream_seed(config.seed, "evaluation")))
-    _check_model(config, model, [*evaluation.held_out.prompts, *task.prompts("train", 0, 1)])
-    learner = LocalLearner(model, tokenizer, config)
+    with ExitStack() as held:
+        folder = held.enter_context(RunFolder.open(config.run_dir)) if resume else None
+        checkpoint = _checkpoint_to_resume(config) if resume else None
+        tokenizer = load_tokenizer(config.model.path)
+        model = load_model(config.model.path, torch.float32)
+        task = build_task(config, tokenizer)
+        evaluation = HeldOut(task, evaluation_request(task, config.evaluation, stream_seed(config.seed, "evaluation")))
+        _check_model(config, model, [*evaluation.held_out.prompts, *task.prompts("train", 0, 1)])
+        learner = LocalLearner(model, tokenizer, config)
+        if folder is None or checkpoint is None:
+            folder = held.enter_context(_new_folder(config))
+        else:
+            _rewind(folder, config, checkpoint)
+        finished = _train(config, folder, checkpoint, learner, task, evaluation, progress or TrainingProgress())
+        return RunResult(folder.path, finished)
+
+
+def _train(
+    config: RunConfig,
+    folder: RunFolder,
+    checkpoint: Path | None,
+    learner: Learner,
+    task: Task,
+    evaluation: HeldOut,
+    progress: TrainingProgress,
+) -> bool:
+    """Run the loop, and leave in the folder how it ended."""
     start_step = load_state(checkpoint)["step"] if checkpoint else 0
-    folder = _open_folder(config, checkpoint)
-    progress = progress or TrainingProgress()
     observer = _Observer(folder, progress)
     folder.status("running")
     try:
@@ -87,10 +114,11 @@ def train(config: RunConfig, *, resume: bool = False, progress: TrainingProgress
             finally:
                 backend.close()
     except BaseException as error:
-        folder.status("failed", error=str(error) or repr(error), traceback=traceback.format_exc())
+        with suppress(SteadyRLError):  # a full disk must not hide what went wrong
+            folder.status("failed", error=str(error) or repr(error), traceback=traceback.format_exc())
         raise
     folder.status("finished" if finished else "stopped", step=learner.version)
-    return RunResult(folder.path, finished)
+    return finished
 
 
 def build_task(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
@@ -156,20 +184,39 @@ class _Observer:
         self._folder.event(actor, phase, start_s - self._origin_s, end_s - self._origin_s, step)
 
 
-def free_folder(run_dir: str) -> Path:
-    """`run_dir`, or `run_dir-2`, `-3`, ... if there is a run in it already: no run is ever overwritten."""
+def claim_folder(run_dir: str) -> Path:
+    """`run_dir`, or `run_dir-2`, `-3`, ... if something is in it already: no run is ever overwritten.
+
+    The folder's lock file is made here, so that of two processes only one gets a folder.
+    """
     path, number = Path(run_dir), 1
-    while path.exists() and (path.is_file() or any(path.iterdir())):
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        if not any(path.iterdir()):
+            with suppress(FileExistsError):
+                (path / LOCK).touch(exist_ok=False)
+                return path
         number += 1
         path = Path(f"{run_dir}-{number}")
-    return path
 
 
-def _open_folder(config: RunConfig, checkpoint: Path | None) -> RunFolder:
-    if checkpoint is None:
-        return RunFolder.create(free_folder(config.run_dir), config)
+def _new_folder(config: RunConfig) -> RunFolder:
+    try:
+        return RunFolder.create(claim_folder(config.run_dir), config)
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise ConfigError(
+            f"no run can be written to run_dir = {config.run_dir!r} ({error}): choose another run_dir"
+        ) from None
+
+
+def _rewind(folder: RunFolder, config: RunConfig, checkpoint: Path) -> None:
+    """Drop what the run did after its checkpoint."""
     state = load_state(checkpoint)
-    return RunFolder.resume(config.run_dir, config, state["step"], state["evaluated"])
+    try:
+        folder.rewind(config, state["step"], state["evaluated"])
+        set_aside(checkpoint.parent, state["step"])
+    except OSError as error:
+        raise ConfigError(f"{folder.path} cannot be written to ({error}): make it writable, then resume") from None
 
 
 def _checkpoint_to_resume(config: RunConfig) -> Path:
@@ -179,7 +226,12 @@ def _checkpoint_to_resume(config: RunConfig) -> Path:
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     state = load_state(checkpoint)
-    recorded = RunConfig.model_validate(state["config"])
+    try:
+        recorded = RunConfig.model_validate(state["config"])
+    except ValidationError:
+        raise ConfigError(
+            f"{checkpoint} was made by another version of steadyrl: resume it there, or start a new run_dir"
+        ) from None
     before, now = _flat(recorded.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
     changed = sorted(
         key

@@ -156,9 +156,7 @@ def test_a_wrong_rollout_is_named(tmp_path, change):
         read_rollouts(file)
 
 
-@pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "evaluations.jsonl", "timeline.jsonl", "status.json", "config.toml"]
-)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.jsonl", "timeline.jsonl", "status.json", "config.toml"])
 def test_a_folder_in_place_of_a_file_is_named(tmp_path, name):
     write_run(tmp_path, steps=2)
     (tmp_path / name).unlink()
@@ -207,8 +205,11 @@ def test_a_full_disk_ends_a_run_with_a_sentence(tmp_path):
 
 
 def test_a_folder_that_is_no_run_says_what_is_missing(tmp_path):
-    with pytest.raises(ConfigError, match="no run folder at"):
-        read_run(tmp_path / "nowhere")
+    for name in ("nowhere", "n" * 300, "a\0b"):
+        with pytest.raises(ConfigError, match="no run folder at"):
+            read_run(tmp_path / name)
+        with pytest.raises(ConfigError, match="start without --resume"):
+            RunFolder.open(tmp_path / name)
     with pytest.raises(ConfigError, match=r"has no config\.toml$"):
         read_run(tmp_path)
     RunFolder.create(tmp_path / "first", make_config())

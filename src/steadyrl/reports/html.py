@@ -20,7 +20,7 @@ def write_report(folders: Sequence[Path | str], out: Path | str | None = None) -
     """Write the report of one run (to RUN/report.html by default) or of several (to `out`).
 
     Raises:
-        ConfigError: if a folder is no run, or matplotlib or jinja2 is not installed.
+        ConfigError: if a folder is no run, the page cannot be written, or matplotlib or jinja2 is not installed.
     """
     if not folders:
         raise ConfigError("a report needs at least one run folder")
@@ -40,7 +40,6 @@ def write_report(folders: Sequence[Path | str], out: Path | str | None = None) -
     sections = [{**section, "svg": section["svg"] and Markup(section["svg"])} for section in _sections(runs)]
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(TEMPLATE.read_text(encoding="utf-8"))
     path = Path(out) if out is not None else runs[0].path / "report.html"
-    path.parent.mkdir(parents=True, exist_ok=True)
     html = template.render(
         title=runs[0].name if len(runs) == 1 else " / ".join(run.name for run in runs),
         subtitle=_subtitle(runs),
@@ -48,7 +47,13 @@ def write_report(folders: Sequence[Path | str], out: Path | str | None = None) -
         table=_table(runs),
         sections=sections,
     )
-    path.write_text(html, encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(html, encoding="utf-8", errors="replace")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the report cannot be written to {str(path)!r} ({error}): name another file with --out"
+        ) from None
     return path
 
 

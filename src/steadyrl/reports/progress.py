@@ -1,16 +1,19 @@
 """What a person at the terminal sees while a run trains.
 
 On a terminal, a live panel; elsewhere (a log file, CI) a plain line now and then. A metric that a step
-does not have is shown as "-": the display never stops a run.
+does not have is shown as "-", and a terminal or log that cannot be written to is left alone: the display
+never stops a run.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import deque
+from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -37,6 +40,7 @@ class TrainingProgress:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
+        self._console.file = cast(IO[str], _Sturdy(self._console.file))
         self._live: Live | None = None
         self._method = ""
         self._num_steps = self._done = self._first_step = 0
@@ -187,6 +191,36 @@ class TrainingProgress:
         return grid
 
 
+class _Sturdy:
+    """A file whose writes do not fail: what its encoding lacks becomes "?", and a broken one falls silent."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._file.write(text)
+        except UnicodeEncodeError:
+            return self.write(text.encode("ascii", "replace").decode("ascii"))
+        except (OSError, ValueError):  # ValueError: closed
+            self._fall_silent()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._file.flush()
+        except (OSError, ValueError):
+            self._fall_silent()
+
+    def _fall_silent(self) -> None:
+        """Let the rest, what waits in the buffer included, go nowhere."""
+        with suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), self._file.fileno())
+
+
 class _Share:
     """Sum of parts over sum of wholes."""
 
@@ -228,7 +262,7 @@ def _percent(value: float) -> str:
 
 def _score(row: Row) -> str:
     value, error = _value(row, "avg_at_k"), _value(row, "avg_at_k_se")
-    return _decimal(value) if math.isnan(error) else f"{value:.3f} \u00b1 {error:.3f}"
+    return _decimal(value) if math.isnan(error) else f"{value:.3f} +- {error:.3f}"
 
 
 def _clock(seconds: float) -> str:

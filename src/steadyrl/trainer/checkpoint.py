@@ -27,16 +27,50 @@ from steadyrl.trainer.base import Learner
 
 logger = logging.getLogger(__name__)
 STATE = "state.json"
+CONTENT = {"step": int, "state": dict, "files": dict}  # what state.json holds ...
+COUNTED = {"step": int, "counters": dict, "evaluated": int, "config": dict}  # ... and its state
 CHUNK_BYTES = 1 << 22
 
 
 def save_checkpoint(
     root: Path, learner: Learner, state: Mapping[str, Any], snapshots: Mapping[int, Mapping[str, Tensor]], keep: int
 ) -> Path:
-    """Write the checkpoint of `learner.version`, then remove all but the newest `keep`."""
+    """Write the checkpoint of `learner.version`, then remove all but the newest `keep` up to it.
+
+    Raises:
+        CheckpointError: it could not be written; earlier ones are left as they were.
+    """
     final = root / f"step_{learner.version:06d}"
     partial = root / f".partial_{final.name}"
-    shutil.rmtree(partial, ignore_errors=True)
+    for stale in root.glob(".partial_*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    try:
+        _write(partial, learner, state, snapshots)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+    except Exception as error:  # OSError, SafetensorError; the tokenizer raises a plain Exception
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"{final} could not be written ({error}): {_last_complete(root)}") from error
+    made = [folder for folder in _folders(root) if _step(folder) <= learner.version]
+    kept = [folder for folder in made if not isinstance(_read_state(folder), str)][-keep:]
+    for old in made:
+        if old not in kept:
+            shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def set_aside(root: Path, step: int) -> None:
+    """Rename what lies beyond the checkpoint that a run is resumed from: its steps will be made again."""
+    for folder in _folders(root):
+        if _step(folder) > step:
+            unused = root / f"unused_{folder.name}"
+            shutil.rmtree(unused, ignore_errors=True)
+            folder.rename(unused)
+
+
+def _write(
+    partial: Path, learner: Learner, state: Mapping[str, Any], snapshots: Mapping[int, Mapping[str, Tensor]]
+) -> None:
     (partial / "snapshots").mkdir(parents=True)
     learner.save(partial)
     for version, weights in snapshots.items():
@@ -46,11 +80,6 @@ def save_checkpoint(
         str(path.relative_to(partial)): _fingerprint(path) for path in sorted(partial.rglob("*")) if path.is_file()
     }
     _write_synced(partial / STATE, json.dumps({"step": learner.version, "state": state, "files": files}, indent=1))
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
-    for old in _folders(root)[:-keep]:
-        shutil.rmtree(old)
-    return final
 
 
 def latest_checkpoint(root: Path) -> Path:
@@ -67,6 +96,13 @@ def latest_checkpoint(root: Path) -> Path:
     raise CheckpointError(f"there is no complete checkpoint in {root}: start without --resume")
 
 
+def _last_complete(root: Path) -> str:
+    try:
+        return f"the last complete checkpoint is {latest_checkpoint(root)}"
+    except CheckpointError:
+        return "there is no complete checkpoint yet"
+
+
 def load_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / STATE).read_text(encoding="utf-8"))["state"]
 
@@ -80,23 +116,45 @@ def load_snapshots(folder: Path) -> dict[int, dict[str, Tensor]]:
 
 def _folders(root: Path) -> list[Path]:
     """Checkpoint folders, oldest first."""
-    found = [path for path in root.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    return sorted(
+        (path for path in root.glob("step_*") if re.fullmatch(r"step_\d+", path.name) and path.is_dir()), key=_step
+    )
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
 
 
 def _fault(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
-    try:
-        files = json.loads((folder / STATE).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError) as error:
-        return f"{STATE} cannot be read ({error})"
-    for name, fingerprint in files.items():
+    content = _read_state(folder)
+    if isinstance(content, str):
+        return content
+    for name, fingerprint in content["files"].items():
         path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if _fingerprint(path) != fingerprint:
-            return f"{name} was changed or cut off"
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if _fingerprint(path) != fingerprint:
+                return f"{name} was changed or cut off"
+        except OSError as error:
+            return f"{name} cannot be read ({error})"
     return None
+
+
+def _read_state(folder: Path) -> dict[str, Any] | str:
+    """What `state.json` holds, or what is wrong with it."""
+    try:
+        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{STATE} cannot be read ({error})"
+    if not _has(content, CONTENT) or not _has(content["state"], COUNTED) or not content["files"]:
+        return f"{STATE} does not hold what a checkpoint does"
+    return content
+
+
+def _has(table: Any, kinds: Mapping[str, type]) -> bool:
+    return isinstance(table, dict) and all(isinstance(table.get(key), kind) for key, kind in kinds.items())
 
 
 def _fingerprint(path: Path) -> str:
