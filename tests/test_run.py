@@ -69,7 +69,7 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["file", "file/inside", "/dev/null", "n" * 300, "a\0b", "a\udcffb/c", "/proc/run"])
 def test_a_run_dir_that_cannot_be_made_is_refused(tmp_path, name):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="choose another run_dir"):
+    with pytest.raises(ConfigError, match="run_dir"):
         train(small(tmp_path / name))
 
 

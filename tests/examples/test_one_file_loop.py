@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from steadyrl.config import ObjectiveConfig
+from steadyrl.method import ObjectiveConfig
 from steadyrl.objective.advantage import group_advantage
 from steadyrl.objective.loss import policy_loss
+from steadyrl.objective.rule import Layout
 from steadyrl.types import BatchCounts, pooled
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "one_file_loop.py"
@@ -57,11 +58,9 @@ def test_its_loss_is_the_library_s(example, seed, dtype):
     expected = policy_loss(
         ObjectiveConfig.model_validate({"preset": "sat-gspo", "kl_coef": 0}),
         logp=logp.flatten(),
-        anchor_logp=behavior_logp.flatten(),
+        behavior_logp=behavior_logp.flatten(),
         advantage=advantage[sequence],
-        loss_mask=mask.flatten(),
-        sequence=sequence,
-        num_sequences=size,
+        layout=Layout(mask.flatten(), sequence, size),
         counts=BatchCounts(num_tokens=int(mask.sum()), num_sequences=size),
     )
     torch.testing.assert_close(loss, expected.loss, **TOLERANCE[dtype])
