@@ -101,7 +101,8 @@ def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     if path.endswith(".gguf") and hasattr(transformers, "GgufConfig"):
         # versions that have this class may keep the weights packed, which can be neither trained nor saved
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model, info = _from_hugging_face(path, AutoModelForCausalLM.from_pretrained, output_loading_info=True, **options)
+    loaded: Any = _from_hugging_face(path, AutoModelForCausalLM.from_pretrained, output_loading_info=True, **options)
+    model, info = loaded
     _check_complete(path, info)
     if path.endswith(".gguf"):
         with torch.no_grad():

@@ -197,8 +197,8 @@ class LocalLearner:
     def _threshold(self, scored: Sequence[_Scored]) -> Tensor | None:
         """What the rule takes from the whole optimizer batch; None where the loss finds it in its micro-batch."""
         rule = self._objective.boundary
-        is_averaged = isinstance(rule, SatBoundary) and rule.quantile_scope == "ema"
-        if not is_averaged and (len(scored) == 1 or not isinstance(rule, SatBoundary | M2poBoundary)):
+        averaged = rule if isinstance(rule, SatBoundary) and rule.quantile_scope == "ema" else None
+        if averaged is None and (len(scored) == 1 or not isinstance(rule, SatBoundary | M2poBoundary)):
             return None
         scores, masks, sequences, num_sequences = [], [], [], 0
         for part in scored:
@@ -211,10 +211,10 @@ class LocalLearner:
             num_sequences += part.layout.num_sequences
         whole = Layout(torch.cat(masks), torch.cat(sequences), num_sequences)
         threshold = batch_threshold(self._objective, torch.cat(scores), whole)
-        if threshold is None or not is_averaged:
+        if threshold is None or averaged is None:
             return threshold
         before = float(threshold) if self._quantile_ema is None else self._quantile_ema
-        self._quantile_ema = rule.ema_decay * before + (1 - rule.ema_decay) * float(threshold)
+        self._quantile_ema = averaged.ema_decay * before + (1 - averaged.ema_decay) * float(threshold)
         return torch.tensor(self._quantile_ema, dtype=threshold.dtype)
 
     def _loss(self, part: _Scored, forward: _Forward, counts: BatchCounts, threshold: Tensor | None) -> LossOutput:
