@@ -76,7 +76,7 @@ PRESETS: dict[str, Preset] = {
     "ipo": {**GRPO, "boundary": {"rule": "ipo", "threshold": 0.1}, "log_ratio_coef": 1e-3},
     # KPop (prime-rl; 2607.18722, App. E)
     "kpop": {**GRPO, "boundary": {"rule": "kpop", "phi": 0.1}},
-    # M2PO (2510.01161): a budget for the second moment; over the micro-batch
+    # M2PO (2510.01161): a budget for the second moment, over the whole batch
     "m2po": {**GRPO, "boundary": {"rule": "m2po", "budget": 0.04}},
     # VACO's mask (2603.01365): our variant of the bound
     "vaco": {**GRPO, "boundary": {"rule": "vaco", "bound": 0.2}},

@@ -104,6 +104,15 @@ def _tables(annotation: Any) -> Iterator[type[Table]]:
             yield from _tables(part)
 
 
+def _tags(annotation: Any) -> Iterator[str]:
+    """The values that tell the tables of a union apart, such as "sat"; pydantic puts them into locations."""
+    for table in _tables(annotation):
+        for info in table.model_fields.values():
+            if typing.get_origin(info.annotation) is typing.Literal and len(typing.get_args(info.annotation)) == 1:
+                yield from typing.get_args(info.annotation)
+            yield from _tags(info.annotation)
+
+
 def _known_keys(model: type[Table], prefix: str = "") -> Iterator[str]:
     for name, info in model.model_fields.items():
         yield prefix + name
@@ -133,8 +142,8 @@ def _copy(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sentence(error: Any) -> str:
     """One pydantic error as `key: what is wrong (got ...)`."""
-    # the location of a tagged union also holds the tag, which is no part of the key
-    names = [str(part) for part in error["loc"] if str(part) not in ("clip", "sat", "arithmetic", "reasoning_gym")]
+    tags = set(_tags(RunConfig))  # no parts of a key
+    names = [str(part) for part in error["loc"] if part not in tags]
     message = error["msg"].removeprefix("Value error, ")
     if not names:
         return message

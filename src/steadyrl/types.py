@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -239,8 +238,3 @@ def pooled(sums: Sums) -> dict[str, float]:
         count = float(count)
         means[name] = float(value) / count if count else float("nan")
     return means
-
-
-def as_tensor(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
-    """A tensor copy of a rollout's array."""
-    return torch.from_numpy(np.array(array)).to(dtype)

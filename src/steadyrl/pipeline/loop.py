@@ -9,9 +9,9 @@
 
 In the synchronous regime a batch is submitted right before it is collected, so that only an evaluation
 runs beside the training. Which version generates which batch is decided in `schedule.py` from step
-numbers alone. The engine waits for commands; the trainer waits for the engine in `collect` only. After
-every optimizer step `generated = trained + dropped + buffered` is checked, and before it the lag of
-every batch against the bound.
+numbers alone. The engine waits for commands; the trainer waits for the engine in `collect`, and in a
+broadcast while two earlier ones have not been taken. After every optimizer step `generated = trained +
+dropped + buffered` is checked, and before it the lag of every batch against the bound.
 """
 
 from __future__ import annotations

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from steadyrl.method import ObjectiveConfig
 from steadyrl.objective.advantage import group_advantage
-from steadyrl.types import Rollout, TrainBatch, as_tensor
+from steadyrl.types import Rollout, TrainBatch
 
 
 def advantages(groups: Sequence[Sequence[Rollout]], objective: ObjectiveConfig) -> Tensor:
@@ -42,50 +43,37 @@ def pack(rollouts: Sequence[Rollout], advantage: Tensor, tokens_per_micro_batch:
 
 def pad(rollouts: Sequence[Rollout], advantage: Tensor) -> TrainBatch:
     """One micro-batch [S, W], W = longest rollout - 1, padded on the right."""
-    size, width = len(rollouts), max(len(rollout.token_ids) for rollout in rollouts) - 1
-    batch = TrainBatch(
-        input_ids=torch.zeros(size, width, dtype=torch.int64),
-        attention_mask=torch.zeros(size, width, dtype=torch.int64),
-        target_ids=torch.zeros(size, width, dtype=torch.int64),
-        loss_mask=torch.zeros(size, width, dtype=torch.bool),
-        behavior_logp=torch.zeros(size, width),
-        versions=torch.full((size, width), -1, dtype=torch.int64),
+    lengths = np.array([len(rollout.token_ids) - 1 for rollout in rollouts])
+    width = int(lengths.max())
+
+    def targets(field: str, dtype: Any, filler: float) -> Tensor | None:
+        """What a rollout says about each token but the first, which nothing predicts."""
+        rows = [getattr(rollout, field) for rollout in rollouts]
+        return None if rows[0] is None else _padded([row[1:] for row in rows], width, dtype, filler)
+
+    fields: dict[str, Any] = {
+        "target_ids": targets("token_ids", np.int64, 0),
+        "loss_mask": targets("loss_mask", np.bool_, False),
+        "behavior_logp": targets("behavior_logp", np.float32, 0.0),
+        "versions": targets("versions", np.int64, -1),
+        "top_ids": targets("top_ids", np.int64, 0),
+        "top_logp": targets("top_logp", np.float32, -np.inf),
+    }
+    experts = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
+    assert len(experts) in (0, len(rollouts)), "an engine records the experts of every rollout or of none"
+    return TrainBatch(
+        input_ids=_padded([rollout.token_ids[:-1] for rollout in rollouts], width, np.int64, 0),
+        attention_mask=torch.from_numpy((np.arange(width) < lengths[:, None]).astype(np.int64)),
         advantage=advantage.clone(),
-        routed_experts=_pad_experts(rollouts, width),
+        routed_experts=_padded(experts, width, np.int64, -1) if experts else None,
         rollout_ids=[f"{rollout.prompt_id} (group {rollout.group})" for rollout in rollouts],
-        top_ids=_pad_top([rollout.top_ids for rollout in rollouts], width, torch.int64, 0),
-        top_logp=_pad_top([rollout.top_logp for rollout in rollouts], width, torch.float32, -torch.inf),
+        **fields,
     )
-    for row, rollout in enumerate(rollouts):
-        length = len(rollout.token_ids) - 1
-        token_ids = as_tensor(rollout.token_ids, torch.int64)
-        batch.input_ids[row, :length] = token_ids[:-1]
-        batch.target_ids[row, :length] = token_ids[1:]
-        batch.attention_mask[row, :length] = 1
-        batch.loss_mask[row, :length] = as_tensor(rollout.loss_mask, torch.bool)[1:]
-        batch.behavior_logp[row, :length] = as_tensor(rollout.behavior_logp, torch.float32)[1:]
-        batch.versions[row, :length] = as_tensor(rollout.versions, torch.int64)[1:]
-    return batch
 
 
-def _pad_experts(rollouts: Sequence[Rollout], width: int) -> Tensor | None:
-    """[S, W, L, K] int64, -1 on padding; None when no experts were recorded."""
-    if rollouts[0].routed_experts is None:
-        return None
-    layers, k = rollouts[0].routed_experts.shape[1:]
-    experts = torch.full((len(rollouts), width, layers, k), -1, dtype=torch.int64)
-    for row, rollout in enumerate(rollouts):
-        assert rollout.routed_experts is not None, "an engine records the experts of every rollout or of none"
-        experts[row, : len(rollout.routed_experts)] = as_tensor(rollout.routed_experts, torch.int64)
-    return experts
-
-
-def _pad_top(rows: Sequence[NDArray[Any] | None], width: int, dtype: torch.dtype, filler: float) -> Tensor | None:
-    """[S, W, K], shifted like every other field; None when the engine kept no distributions."""
-    if rows[0] is None:
-        return None
-    padded = torch.full((len(rows), width, rows[0].shape[1]), filler, dtype=dtype)
+def _padded(rows: Sequence[NDArray[Any]], width: int, dtype: Any, filler: float) -> Tensor:
+    """[S, W, ...] from S rows [n, ...]; the padding holds `filler`."""
+    padded = np.full((len(rows), width, *rows[0].shape[1:]), filler, dtype)
     for index, row in enumerate(rows):
-        assert row is not None, "an engine keeps the distributions of every rollout or of none"
-        padded[index, : len(row) - 1] = as_tensor(row, dtype)[1:]
-    return padded
+        padded[index, : len(row)] = row
+    return torch.from_numpy(padded)

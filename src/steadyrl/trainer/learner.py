@@ -69,7 +69,9 @@ class LocalLearner:
         self._longest_response = config.sampling.max_response_tokens
         self._optimizer = make_optimizer(model, config.trainer)
         self._reference = copy.deepcopy(model).requires_grad_(False) if config.objective.kl_coef > 0 else None
-        self._quantile_ema: float | None = None  # of quantile_scope = "ema"
+        rule = self._objective.boundary
+        self._averaged = rule if isinstance(rule, SatBoundary) and rule.quantile_scope == "ema" else None
+        self._quantile_ema: float | None = None  # of an averaged quantile, after the last finished step
 
     def named_weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
@@ -110,6 +112,8 @@ class LocalLearner:
             group["lr"] = lr
         self._step()
         self.version += 1
+        if self._averaged is not None and threshold is not None:
+            self._quantile_ema = float(threshold)
         metrics, histograms = statistics.pooled()
         return {**metrics, "optim/grad_norm": float(grad_norm), "optim/lr": lr}, histograms
 
@@ -149,7 +153,8 @@ class LocalLearner:
         with nullcontext() if experts is None else replay_routing(model, experts) as replay:
             logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
         logp = token_logp(logits, batch.target_ids, self._temperature).flatten()
-        return _Forward(logp, self._divergence(batch, logits), replay)
+        divergence = self._divergence(batch, logits) if torch.is_grad_enabled() else None  # only the loss asks for it
+        return _Forward(logp, divergence, replay)
 
     @torch.no_grad()
     def _divergence(self, batch: TrainBatch, logits: Tensor) -> Tensor | None:
@@ -197,8 +202,7 @@ class LocalLearner:
     def _threshold(self, scored: Sequence[_Scored]) -> Tensor | None:
         """What the rule takes from the whole optimizer batch; None where the loss finds it in its micro-batch."""
         rule = self._objective.boundary
-        averaged = rule if isinstance(rule, SatBoundary) and rule.quantile_scope == "ema" else None
-        if averaged is None and (len(scored) == 1 or not isinstance(rule, SatBoundary | M2poBoundary)):
+        if self._averaged is None and (len(scored) == 1 or not isinstance(rule, SatBoundary | M2poBoundary)):
             return None
         scores, masks, sequences, num_sequences = [], [], [], 0
         for part in scored:
@@ -211,11 +215,10 @@ class LocalLearner:
             num_sequences += part.layout.num_sequences
         whole = Layout(torch.cat(masks), torch.cat(sequences), num_sequences)
         threshold = batch_threshold(self._objective, torch.cat(scores), whole)
-        if threshold is None or averaged is None:
+        if threshold is None or self._averaged is None or self._quantile_ema is None:
             return threshold
-        before = float(threshold) if self._quantile_ema is None else self._quantile_ema
-        self._quantile_ema = averaged.ema_decay * before + (1 - averaged.ema_decay) * float(threshold)
-        return torch.tensor(self._quantile_ema, dtype=threshold.dtype)
+        decay = self._averaged.ema_decay
+        return decay * self._quantile_ema + (1 - decay) * threshold
 
     def _loss(self, part: _Scored, forward: _Forward, counts: BatchCounts, threshold: Tensor | None) -> LossOutput:
         return policy_loss(
