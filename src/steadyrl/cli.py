@@ -24,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+WIDE = 190  # characters that the whole table of methods takes
 console = Console(markup=False, highlight=False)
 
 Recipe = Annotated[Path, typer.Argument(help="a TOML recipe, for example recipes/tiny.toml")]
@@ -92,10 +93,11 @@ def methods(
     plot: Annotated[Path | None, typer.Option(help="a folder for figures of every boundary rule")] = None,
 ) -> None:
     """List the objectives by name, or draw what each of them does with a gradient."""
-    from steadyrl.reports.methods import draw, table
+    from steadyrl.reports.methods import COLUMNS, NARROW_COLUMNS, draw, table
 
     if plot is None:
-        console.print(table())
+        page = console if console.is_terminal else Console(width=WIDE, markup=False)  # a pipe has no width
+        page.print(table(COLUMNS if page.width >= WIDE else NARROW_COLUMNS))
         return
     console.print(f"{len(draw(plot))} files in {plot}, as SVG and PNG; start with overview.png", soft_wrap=True)
 

@@ -6,6 +6,7 @@ measures, which way it acts and who published it, so that is written down here, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,8 +218,12 @@ def variants(objective: ObjectiveConfig) -> list[str]:
     return found + [REJECTIONS[rejection.kind][2] for rejection in objective.reject if REJECTIONS[rejection.kind][2]]
 
 
-def table() -> Table:
-    """All presets for the terminal."""
+COLUMNS = ("unit", "anchor", "discriminator", "constraint", "weight", "direction", "needs", "source")
+NARROW_COLUMNS = ("unit", "constraint", "direction")
+
+
+def table(columns: Sequence[str] = COLUMNS) -> Table:
+    """All presets for the terminal; all columns take some 190 characters."""
     rows = methods()
     result = Table(
         title=f"{len(rows)} objectives; choose one with objective=NAME",
@@ -230,20 +235,10 @@ def table() -> Table:
         caption_justify="left",
     )
     result.add_column("name", no_wrap=True, style="bold")
-    for column in ("unit", "anchor", "discriminator", "constraint", "weight", "direction", "needs", "source"):
+    for column in columns:
         result.add_column(column, overflow="fold")
     for row in rows:
-        result.add_row(
-            row.name + ("*" if row.variant else ""),
-            row.unit,
-            row.anchor,
-            row.discriminator,
-            row.constraint,
-            row.weight,
-            row.direction,
-            row.needs,
-            row.source,
-        )
+        result.add_row(row.name + ("*" if row.variant else ""), *(getattr(row, column) for column in columns))
     return result
 
 
