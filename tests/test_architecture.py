@@ -11,11 +11,12 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "steadyrl"
 
-GROUND = {"config", "method", "presets", "recipe", "errors", "types"}
+GROUND = {"axes", "config", "method", "presets", "recipe", "errors", "types"}
 ALLOWED = {
-    "method": {"presets"},
-    "config": {"method"},
-    "recipe": {"config", "errors", "method"},
+    "axes": set(),
+    "method": {"axes", "presets"},
+    "config": {"axes", "method"},
+    "recipe": {"axes", "config", "errors", "method"},
     "presets": set(),
     "errors": set(),
     "types": set(),

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from steadyrl.method import AboveZero, ObjectiveConfig, Table, ZeroOrMore
+from steadyrl.axes import AboveZero, Table, ZeroOrMore
+from steadyrl.method import ObjectiveConfig
 
 MOST = 1_000_000_000  # of anything that is counted
 Positive = Annotated[int, Field(ge=1, le=MOST)]

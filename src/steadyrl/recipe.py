@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 from pydantic import ValidationError
 
+from steadyrl.axes import Table
 from steadyrl.config import RunConfig
 from steadyrl.errors import ConfigError
-from steadyrl.method import Table, nearest
+from steadyrl.method import nearest
 
 
 def load_config(recipe: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steadyrl.method import ClipBoundary, SatBoundary
+from steadyrl.axes import ClipBoundary, SatBoundary
 from steadyrl.objective.boundary import clip, interval, sat_contraction, sat_quantile
 from steadyrl.objective.rule import BoundaryOutput, Layout, RuleInput
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from objective.batches import AGGREGATIONS, loss_and_gradient, make_batch, objective_of
 
-from steadyrl.method import DecoupledCorrection, IcepopCorrection, MisCorrection, TisCorrection
+from steadyrl.axes import DecoupledCorrection, IcepopCorrection, MisCorrection, TisCorrection
 from steadyrl.objective.correction import correction_weight
 from steadyrl.objective.rule import Layout
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from steadyrl.method import (
+from steadyrl.axes import (
     BandBoundary,
     DppoBoundary,
     IpoBoundary,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from objective.batches import loss_and_gradient, loss_of, make_batch, objective_of
 
-from steadyrl.method import (
+from steadyrl.axes import (
     GeometricRejection,
     K3Rejection,
     NegativeVetoRejection,

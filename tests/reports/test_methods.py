@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from steadyrl import method as design
+from steadyrl import axes as design
 from steadyrl.cli import app
 from steadyrl.diagnostics import mismatch, split
 from steadyrl.errors import ConfigError

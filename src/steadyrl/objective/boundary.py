@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from steadyrl.method import ClipBoundary, SatBoundary
+from steadyrl.axes import ClipBoundary, SatBoundary
 from steadyrl.objective.quantile import order_statistic
 from steadyrl.objective.ratio import saturated_ratio, tokens_per_sequence
 from steadyrl.objective.rule import BoundaryOutput, Layout, RuleInput

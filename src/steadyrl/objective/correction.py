@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from steadyrl.method import Correction, DecoupledCorrection, IcepopCorrection, MisCorrection
+from steadyrl.axes import Correction, DecoupledCorrection, IcepopCorrection, MisCorrection
 from steadyrl.objective.rule import Layout
 
 LARGEST_LOG_WEIGHT = 20.0

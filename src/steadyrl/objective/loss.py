@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadyrl.method import M2poBoundary, ObjectiveConfig, SatBoundary
+from steadyrl.axes import M2poBoundary, SatBoundary
+from steadyrl.method import ObjectiveConfig
 from steadyrl.objective import boundary, mask_rules, soft_rules
 from steadyrl.objective.aggregate import aggregation_weight
 from steadyrl.objective.correction import correction_weight

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from steadyrl.method import (
+from steadyrl.axes import (
     BandBoundary,
     DppoBoundary,
     IpoBoundary,

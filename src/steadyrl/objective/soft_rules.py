@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from steadyrl.method import (
+from steadyrl.axes import (
     CispoBoundary,
     DrpoBoundary,
     ImportanceBoundary,

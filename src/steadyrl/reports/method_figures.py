@@ -19,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from steadyrl import method as m
+from steadyrl import axes as m
 from steadyrl.objective import boundary
 from steadyrl.objective.loss import RULES
 from steadyrl.objective.rule import BoundaryOutput, Layout, RuleInput

@@ -13,17 +13,17 @@ from typing import Any
 
 from rich.table import Table
 
-from steadyrl.errors import ConfigError
-from steadyrl.method import (
+from steadyrl.axes import (
     WHOLE_VOCABULARY,
     ClipBoundary,
     Correction,
     DppoBoundary,
     ImportanceBoundary,
-    ObjectiveConfig,
     Rejection,
     SatBoundary,
 )
+from steadyrl.errors import ConfigError
+from steadyrl.method import ObjectiveConfig
 from steadyrl.presets import PRESETS
 
 RATIO = {"token": "r", "sequence": "rho", "sequence_token": "rho", "product": "W"}

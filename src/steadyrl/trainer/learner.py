@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from steadyrl.axes import DppoBoundary, M2poBoundary, SatBoundary
 from steadyrl.config import RunConfig
 from steadyrl.diagnostics.trust_region import topk_divergence
 from steadyrl.errors import TrainingError
-from steadyrl.method import DppoBoundary, M2poBoundary, ObjectiveConfig, SatBoundary
+from steadyrl.method import ObjectiveConfig
 from steadyrl.models.load import load_model, save_model
 from steadyrl.models.logprobs import token_logp
 from steadyrl.models.routing import RoutingReplay, replay_routing
