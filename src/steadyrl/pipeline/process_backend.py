@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from steadyrl.engines.build import build_local_engine
@@ -209,6 +210,7 @@ def _engine_process(connection: Connection, spec: EngineSpec, layout: WeightLayo
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     _end_with_the_trainer()
     disable_progress_bar()
+    tqdm.set_lock(threading.RLock())  # its own lock is a semaphore of the system, and would be reported as leaked
     torch.set_num_threads(spec.threads)
     commands: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     threading.Thread(target=_read_commands, args=(connection, commands), daemon=True).start()
