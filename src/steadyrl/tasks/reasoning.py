@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import zlib
 from collections.abc import Callable
@@ -158,7 +159,6 @@ def _split_of(question: str) -> Split:
 
 def _import_reasoning_gym() -> ModuleType:
     try:
-        import reasoning_gym  # heavy, and wanted by this task alone
+        return importlib.import_module("reasoning_gym")  # heavy, and wanted by this task alone
     except ImportError:
         raise ConfigError('task.name = "reasoning_gym" needs a package: pip install "steadyrl[real]"') from None
-    return reasoning_gym
