@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 
 import numpy as np
 import pytest
@@ -164,13 +164,6 @@ def test_what_the_package_cannot_do_is_refused(make, changes: dict, remedy: str)
 
 
 def test_a_missing_package_is_named_with_its_extra(tokenizer, monkeypatch):
-    real_import = builtins.__import__
-
-    def without_reasoning_gym(name, *args, **kwargs):
-        if name == "reasoning_gym":
-            raise ImportError(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_reasoning_gym)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)  # what an import finds of a package that is not there
     with pytest.raises(ConfigError, match=r"pip install \"steadyrl\[real\]\""):
         ReasoningGymTask(ReasoningTask(name="reasoning_gym"), tokenizer, 0)
