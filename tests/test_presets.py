@@ -197,4 +197,6 @@ def test_a_refusal_reaches_the_user_as_a_sentence():
     ],
 )
 def test_combinations_that_mean_something_are_allowed(changes):
-    objective(**changes)
+    allowed = objective(**changes).model_dump()
+    for name in changes.keys() & {"preset", "anchor", "unit"}:
+        assert allowed[name] == changes[name]

@@ -94,7 +94,10 @@ def test_a_run_that_has_only_begun_still_has_a_page(tmp_path):
 
 def test_an_empty_run_beside_a_full_one(folders, tmp_path):
     RunFolder.create(tmp_path / "empty", make_config())
-    write_report([tmp_path / "empty", folders / "plain"], tmp_path / "out.html")
+    page = write_report([tmp_path / "empty", folders / "plain"], tmp_path / "out.html").read_text(encoding="utf-8")
+    assert "empty" in page
+    assert "plain" in page
+    assert "<svg" in page
 
 
 def test_metrics_of_nothing_but_nan(tmp_path):
@@ -131,7 +134,9 @@ def test_a_page_that_cannot_be_written_is_refused(folders, out):
 def test_a_response_that_is_no_valid_text_and_a_stray_file_do_no_harm(tmp_path):
     write_run(tmp_path / "run", "grpo", steps=3, text="\ud800")
     (tmp_path / "run" / "rollouts" / "batch_copy.jsonl").write_text("")
-    write_report([tmp_path / "run"])
+    page = write_report([tmp_path / "run"]).read_text(encoding="utf-8")
+    assert "batch_copy" not in page
+    assert "First recorded batch" in page
 
 
 def test_without_matplotlib_the_remedy_is_named(folders, monkeypatch):

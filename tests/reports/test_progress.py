@@ -15,13 +15,16 @@ def make_console(is_terminal, width=100):
     return Console(file=io.StringIO(), force_terminal=is_terminal, width=width, color_system=None)
 
 
-def train(progress, steps=40, resumed_from=0):
+def train(progress, steps=40, resumed_from=0) -> int:
+    """Shows a whole run; the last step it got to."""
+    step = resumed_from
     with progress:
         progress.start(make_config(steps=steps), resumed_from)
         progress.evaluation(make_evaluation(0, 0.12))
         for step in range(resumed_from + 1, steps + 1):
             progress.step(make_report(step, steps))
         progress.evaluation(make_evaluation(steps, 0.62))
+    return step
 
 
 def test_a_log_file_gets_a_line_every_tenth_of_the_run():
@@ -104,11 +107,11 @@ def test_a_reader_that_went_away_does_not_end_the_run(is_terminal):
     reader, writer = os.pipe()
     file = os.fdopen(writer, "w")
     os.close(reader)
-    train(TrainingProgress(Console(file=file, force_terminal=is_terminal, width=100)))
+    assert train(TrainingProgress(Console(file=file, force_terminal=is_terminal, width=100))) == 40
     file.close()  # nothing that could not be written is left to fail
 
 
 def test_a_full_disk_or_a_closed_file_do_not_end_the_run():
     with open("/dev/full", "w") as file:
-        train(TrainingProgress(Console(file=file, force_terminal=False, width=100)))
-    train(TrainingProgress(Console(file=file, force_terminal=False, width=100)))
+        assert train(TrainingProgress(Console(file=file, force_terminal=False, width=100))) == 40
+    assert train(TrainingProgress(Console(file=file, force_terminal=False, width=100))) == 40
