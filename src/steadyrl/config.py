@@ -79,7 +79,9 @@ class TrainerConfig(Table):
 
 class PipelineConfig(Table):
     regime: Literal["sync", "batch"] = "batch"
-    lag: NonNegative = 1  # optimizer steps between two broadcasts of the weights; 0 with regime = "sync"
+    lag: Annotated[int, Field(ge=0, le=10_000)] = (
+        1  # optimizer steps between two broadcasts of the weights; 0 with regime = "sync"
+    )
     prompts_per_batch: Positive = 32
     responses_per_prompt: Annotated[int, Field(ge=2)] = 8
     steps_per_batch: Positive = 1  # optimizer steps taken on each batch
