@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import signal
 import time
@@ -76,7 +77,8 @@ def train(config: RunConfig, *, resume: bool = False, progress: TrainingProgress
             folder = held.enter_context(_new_folder(config))
         else:
             _rewind(folder, config, checkpoint)
-        finished = _train(config, folder, checkpoint, learner, task, evaluation, progress or TrainingProgress())
+        observer = _Observer(folder, progress := progress or TrainingProgress(), tokenizer)
+        finished = _train(config, folder, checkpoint, learner, task, evaluation, observer, progress)
         return RunResult(folder.path, finished)
 
 
@@ -87,11 +89,11 @@ def _train(
     learner: Learner,
     task: Task,
     evaluation: HeldOut,
+    observer: _Observer,
     progress: TrainingProgress,
 ) -> bool:
     """Run the loop, and leave in the folder how it ended."""
     start_step = load_state(checkpoint)["step"] if checkpoint else 0
-    observer = _Observer(folder, progress)
     folder.status("running")
     try:
         with _stop_on_signal(progress) as stop, progress:
@@ -164,8 +166,11 @@ class HeldOut:
 class _Observer:
     """Writes everything to the run folder and shows it. Times become seconds since the run began."""
 
-    def __init__(self, folder: RunFolder, progress: TrainingProgress) -> None:
+    def __init__(
+        self, folder: RunFolder, progress: TrainingProgress, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         self._folder = folder
+        self._token_text = functools.cache(lambda token: str(tokenizer.decode([token])))
         self._progress = progress
         self._origin_s = time.monotonic()
 
@@ -174,7 +179,7 @@ class _Observer:
         self._progress.step(report)
 
     def rollouts(self, batch: RolloutBatch) -> None:
-        self._folder.rollouts(batch)
+        self._folder.rollouts(batch, self._token_text)
 
     def evaluation(self, row: dict[str, Any]) -> None:
         self._folder.evaluation(row)

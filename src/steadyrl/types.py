@@ -37,9 +37,19 @@ class Prompt:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Consumed:
+    """What the trainer said about a rollout in the optimizer step that trained on it."""
+
+    version: int  # of the policy before that step
+    advantage: float
+    trainer_logp: NDArray[np.float32]  # [n] under the policy being trained, 0 where not sampled
+    old_logp: NDArray[np.float32] | None  # [n] under the old_actor or step_start anchor, where there is one
+
+
 @dataclass
 class Rollout:
-    """One sampled response. The engine fills everything but `reward` and `status`.
+    """One sampled response. The engine fills everything but `reward`, `status` and `consumed`.
 
     `loss_mask` is true on the tokens that the policy sampled, and nowhere else. `behavior_logp` and
     `versions` are 0 and -1 where it is false. `routed_experts[i]` are the experts that input token i
@@ -61,6 +71,7 @@ class Rollout:
     top_ids: NDArray[np.int32] | None = None  # [n, K], 0 where not sampled
     top_logp: NDArray[np.float32] | None = None  # [n, K], -inf where not sampled
     prompt_text: str = ""
+    consumed: Consumed | None = None
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -94,8 +105,12 @@ class Rollout:
         return self.finish != "error" and len(logp) > 0 and bool(np.isfinite(logp).all() and (logp <= 0).all())
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` turns back into the same rollout, to the last bit."""
-        experts = self.routed_experts
+        """A JSON object that `from_json` turns back into the same rollout, to the last bit.
+
+        The likeliest tokens are left out.
+        """
+        experts, consumed = self.routed_experts, self.consumed
+        old_logp = consumed.old_logp if consumed else None
         return {
             "prompt_id": self.prompt_id,
             "group": self.group,
@@ -115,11 +130,15 @@ class Rollout:
             "text": self.text,
             "reward": self.reward,
             "status": self.status,
+            "train_version": consumed.version if consumed else None,
+            "advantage": consumed.advantage if consumed else None,
+            "trainer_logp": consumed.trainer_logp.tolist() if consumed else None,
+            "old_logp": None if old_logp is None else old_logp.tolist(),
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Rollout:
-        experts = data["routed_experts"]
+        experts, old_logp = data["routed_experts"], data.get("old_logp")
         return cls(
             prompt_id=data["prompt_id"],
             group=data["group"],
@@ -135,6 +154,14 @@ class Rollout:
             reward=float("nan") if data["reward"] is None else data["reward"],  # JSON has no NaN
             status=data["status"],
             prompt_text=data["prompt_text"],
+            consumed=None
+            if data.get("train_version") is None
+            else Consumed(
+                version=data["train_version"],
+                advantage=data["advantage"],
+                trainer_logp=np.asarray(data["trainer_logp"], np.float32),
+                old_logp=None if old_logp is None else np.asarray(old_logp, np.float32),
+            ),
         )
 
 
@@ -191,6 +218,7 @@ class TrainBatch:
     advantage: Tensor  # [S] float32
     routed_experts: Tensor | None  # [S, W, L, K] int64, -1 on padding
     rollout_ids: list[str]  # [S] names for error messages
+    sources: list[int]  # [S] which of the rollouts that were packed
     top_ids: Tensor | None = None  # [S, W, K] int64
     top_logp: Tensor | None = None  # [S, W, K] float32
 

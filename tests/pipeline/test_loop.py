@@ -15,6 +15,7 @@ from steadyrl.config import RunConfig
 from steadyrl.errors import EngineError, TrainingError
 from steadyrl.pipeline.backend import Generated
 from steadyrl.pipeline.loop import TrainingLoop
+from steadyrl.trainer.base import StepResult
 from steadyrl.types import GenerationRequest, Prompt, Rollout, RolloutBatch, StepReport
 
 Change = Callable[[list[Rollout]], list[Rollout] | None]
@@ -30,7 +31,8 @@ class StubLearner:
         if self.version in self.fails:
             raise self.fails[self.version]
         self.version += 1
-        return {}, {}
+        logp = [batch.behavior_logp + 0.5 * batch.loss_mask for batch in micro_batches]
+        return StepResult({}, {}, logp, [None for _ in micro_batches])
 
     def named_weights(self):
         return {"w": torch.full((2,), float(self.version))}
@@ -177,6 +179,27 @@ def test_one_nan_drops_its_group_and_is_counted(parts):
     assert parts.loop.run()
     assert counts(parts.observer.steps[0]) == [16, 12, 4, 0]
     assert counts(parts.observer.steps[-1]) == [64, 60, 4, 0]
+
+
+def test_a_recorded_rollout_says_what_the_trainer_made_of_it(parts):
+    parts.backend.changes[2] = lambda rollouts: unusable(rollouts[6])  # batch 1, after the first evaluation
+    assert parts.loop.run()
+    first = parts.observer.batches[0].rollouts[5]
+    assert first.consumed is not None
+    assert first.consumed.version == 0
+    assert first.consumed.trainer_logp.tolist() == [0.0, 0.0, -0.5, -0.5]  # what the stub learner answers
+    assert first.consumed.old_logp is None
+    dropped = [r.consumed is None for r in parts.observer.batches[1].rollouts]
+    assert dropped == [False] * 4 + [True] * 4 + [False] * 8
+    assert {r.consumed.version for r in parts.observer.batches[3].rollouts if r.consumed} == {3}
+
+
+def test_a_batch_that_breaks_the_training_is_recorded(parts):
+    parts.learner.fails[1] = TrainingError("not finite")
+    with pytest.raises(TrainingError):
+        parts.loop.run()
+    assert [batch.batch_id for batch in parts.observer.batches] == [0, 1]
+    assert all(r.consumed is None for r in parts.observer.batches[1].rollouts)
 
 
 def test_a_share_without_a_usable_group_is_named(tmp_path):

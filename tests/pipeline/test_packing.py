@@ -29,7 +29,7 @@ def rollout(prompt: list[int], response: list[int], reward: float = 0.0, first_e
 
 
 def test_everything_speaks_about_the_target_token():
-    batch = pad([rollout([1, 2, 3], [4, 5]), rollout([6], [7])], torch.tensor([0.5, -0.5]))
+    batch = pad([rollout([1, 2, 3], [4, 5]), rollout([6], [7])], torch.tensor([0.5, -0.5]), [0, 1])
     assert batch.input_ids.tolist() == [[1, 2, 3, 4], [6, 0, 0, 0]]
     assert batch.target_ids.tolist() == [[2, 3, 4, 5], [7, 0, 0, 0]]
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1], [1, 0, 0, 0]]
@@ -40,7 +40,7 @@ def test_everything_speaks_about_the_target_token():
 
 
 def test_each_input_token_keeps_its_own_experts():
-    batch = pad([rollout([1, 2], [3], first_expert=10), rollout([1], [2], first_expert=300)], torch.zeros(2))
+    batch = pad([rollout([1, 2], [3], first_expert=10), rollout([1], [2], first_expert=300)], torch.zeros(2), [0, 1])
     assert batch.routed_experts is not None
     assert batch.routed_experts[0, :, 0, 0].tolist() == [10, 11]
     assert batch.routed_experts[1, :, 0, 0].tolist() == [300, -1]

@@ -99,7 +99,7 @@ def write_run(
     folder = RunFolder.create(path, make_config(preset, steps, lag))
     folder.status("running")
     folder.evaluation(make_evaluation(0, 0.12))
-    folder.rollouts(make_batch(0, text))
+    folder.rollouts(make_batch(0, text), str)
     rng = np.random.default_rng(seed)
     clock = 0.0
     for step in range(1, steps + 1):
@@ -113,6 +113,6 @@ def write_run(
         folder.step(make_report(step, steps, lag, preset.startswith("sat"), seed))
         if step % 10 == 0:
             folder.evaluation(make_evaluation(step, 0.12 + 0.5 * step / steps))
-    folder.rollouts(make_batch(steps - 1, text))
+    folder.rollouts(make_batch(steps - 1, text), str)
     folder.status("finished")
     return folder

@@ -12,7 +12,7 @@ from steadyrl.errors import ConfigError, SteadyRLError
 from steadyrl.recipe import load_config
 from steadyrl.reports.recorder import RunFolder, read_rollouts, read_run, recorded_batches
 from steadyrl.reports.summary import lag_counts, summary
-from steadyrl.types import Rollout, StepReport
+from steadyrl.types import Consumed, Rollout, StepReport
 
 
 def test_a_run_reads_back_as_it_was_written(tmp_path):
@@ -56,13 +56,17 @@ def test_rows_are_on_disk_at_once(tmp_path):
 def test_rollouts_read_back(tmp_path):
     folder = RunFolder.create(tmp_path, make_config())
     batch = make_batch(12)
-    folder.rollouts(batch)
+    n = len(batch.rollouts[0].token_ids)
+    batch.rollouts[0].consumed = Consumed(7, -0.1, np.linspace(-3, 0, n, dtype=np.float32), None)
+    folder.rollouts(batch, lambda token: f"<{token}>")
     (file,) = recorded_batches(read_run(tmp_path))
     assert file.name == "batch_000012.jsonl"
     rows = read_rollouts(file)
     assert rows[1]["reward"] is None
-    again = Rollout.from_json(rows[0])
-    assert again.to_json() == batch.rollouts[0].to_json()
+    for row, rollout in zip(rows, batch.rollouts, strict=True):
+        assert repr(Rollout.from_json(row).to_json()) == repr(rollout.to_json())
+    assert rows[0]["token_texts"] == [f"<{token}>" for token in batch.rollouts[0].token_ids]
+    assert (rows[0]["train_version"], rows[1]["train_version"]) == (7, None)
 
 
 def test_a_folder_that_holds_a_run_is_refused_with_the_remedy(tmp_path):
@@ -148,7 +152,7 @@ def test_a_row_that_is_json_but_wrong_is_named(tmp_path, name, line):
 @pytest.mark.parametrize("change", [{"group": []}, {"text": 5}, {"reward": "1"}, {"loss_mask": 1}, {"status": None}])
 def test_a_wrong_rollout_is_named(tmp_path, change):
     folder = RunFolder.create(tmp_path, make_config())
-    folder.rollouts(make_batch(0))
+    folder.rollouts(make_batch(0), str)
     (file,) = recorded_batches(read_run(tmp_path))
     first, *_ = read_rollouts(file)
     file.write_text(json.dumps({**first, **change}) + "\n")

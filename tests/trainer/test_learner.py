@@ -48,7 +48,8 @@ def make(tokenizer, run: RunConfig) -> LocalLearner:
 
 def step(learner: LocalLearner, run: RunConfig, groups, tokens: int, old_actor=None):
     rollouts = [rollout for group in groups for rollout in group]
-    return learner.train_step(pack(rollouts, advantages(groups, run.objective), tokens), old_actor)
+    result = learner.train_step(pack(rollouts, advantages(groups, run.objective), tokens), old_actor)
+    return result.metrics, result.histograms
 
 
 def gradients(learner: LocalLearner) -> torch.Tensor:

@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from steadyrl.types import Rollout, RolloutBatch, StepReport, pooled
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from steadyrl.trainer.base import StepResult
+from steadyrl.types import Consumed, Rollout, RolloutBatch, StepReport, TrainBatch, pooled
 
 Group = list[Rollout]
 
@@ -63,6 +68,28 @@ class Clock:
 
     def _add(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+
+def consume(
+    rollouts: Sequence[Rollout], micro_batches: Sequence[TrainBatch], result: StepResult, version: int
+) -> None:
+    """Note on every rollout what the optimizer step on it had to say; `version` is the policy before the step."""
+    for batch, logp, old_logp in zip(micro_batches, result.logp, result.old_logp, strict=True):
+        for row, source in enumerate(batch.sources):
+            rollout = rollouts[source]
+            rollout.consumed = Consumed(
+                version=version,
+                advantage=float(batch.advantage[row]),
+                trainer_logp=_per_token(rollout, logp[row]),
+                old_logp=None if old_logp is None else _per_token(rollout, old_logp[row]),
+            )
+
+
+def _per_token(rollout: Rollout, targets: Tensor) -> NDArray[np.float32]:
+    """[n] from what a padded row [W] says about the tokens after the first; 0 where not sampled."""
+    logp = np.zeros(len(rollout.token_ids), np.float32)
+    logp[1:] = targets[: len(logp) - 1].cpu().numpy()
+    return np.where(rollout.loss_mask, logp, np.float32(0))
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from steadyrl.config import RunConfig
 from steadyrl.errors import EngineError, TrainingError
-from steadyrl.pipeline.accounts import Clock, Counters, Group, Observer, reward_metrics
+from steadyrl.pipeline.accounts import Clock, Counters, Group, Observer, consume, reward_metrics
 from steadyrl.pipeline.backend import Backend, Generated
 from steadyrl.pipeline.packing import advantages, pack
 from steadyrl.pipeline.schedule import (
@@ -133,7 +133,11 @@ class TrainingLoop:
             in_flight = batches_ahead(self._pipeline) > 0 and batch_id + 1 < self._config.num_batches
             if in_flight:
                 self._submit(batch_id + 1)
-            if not self._train(batch, done):
+            try:
+                goes_on = self._train(batch, done)
+            finally:  # a batch that broke the training is the one to look at
+                self._record(batch)
+            if not goes_on:
                 return False
             done = 0
         self._submit_evaluation()
@@ -191,12 +195,8 @@ class TrainingLoop:
                 rollout.reward, rollout.status = 0.0, "error"
             else:
                 rollout.reward, rollout.status = self._task.grade(prompts[rollout.group], rollout)
-        batch = RolloutBatch(batch_id, self._pipeline.responses_per_prompt, rollouts)
-        every = self._config.record.rollouts_every_batches
-        if every and batch_id % every == 0:
-            self._observer.rollouts(batch)
         self._clock.measure("grade", start, self._learner.version)
-        return batch
+        return RolloutBatch(batch_id, self._pipeline.responses_per_prompt, rollouts)
 
     # ---- evaluation ----
 
@@ -267,7 +267,9 @@ class TrainingLoop:
         )
         scoring = anchor_version(self._pipeline, self._config.objective.anchor, batch_id)
         old_weights = None if scoring is None else self._snapshots[scoring]
-        self._metrics, self._histograms = self._learner.train_step(micro_batches, old_weights)
+        version = self._learner.version
+        self._result = self._learner.train_step(micro_batches, old_weights)
+        consume(rollouts, micro_batches, self._result, version)
         self._count(chunk)
         self._clock.measure("train", start, self._learner.version)
 
@@ -285,9 +287,14 @@ class TrainingLoop:
     def _report(self, batch_id: int, chunk: Sequence[Group], buffered: int) -> None:
         self._counters.check(buffered)
         counts = {f"counts/{name}": float(value) for name, value in vars(self._counters).items()}
-        metrics = {**self._metrics, **reward_metrics(chunk), **counts, "counts/buffered": float(buffered)}
+        metrics = {**self._result.metrics, **reward_metrics(chunk), **counts, "counts/buffered": float(buffered)}
         seconds = self._clock.take()
-        self._observer.step(StepReport(self._learner.version, batch_id, metrics, seconds, self._histograms))
+        self._observer.step(StepReport(self._learner.version, batch_id, metrics, seconds, self._result.histograms))
+
+    def _record(self, batch: RolloutBatch) -> None:
+        every = self._config.record.rollouts_every_batches
+        if every and batch.batch_id % every == 0:
+            self._observer.rollouts(batch)
 
     # ---- state ----
 

@@ -36,12 +36,12 @@ def pack(rollouts: Sequence[Rollout], advantage: Tensor, tokens_per_micro_batch:
         width = len(rollouts[order[start]].token_ids) - 1  # the longest comes first
         stop = start + max(1, tokens_per_micro_batch // width)
         chosen = order[start:stop]
-        micro_batches.append(pad([rollouts[index] for index in chosen], advantage[chosen]))
+        micro_batches.append(pad([rollouts[index] for index in chosen], advantage[chosen], chosen))
         start = stop
     return micro_batches
 
 
-def pad(rollouts: Sequence[Rollout], advantage: Tensor) -> TrainBatch:
+def pad(rollouts: Sequence[Rollout], advantage: Tensor, sources: Sequence[int]) -> TrainBatch:
     """One micro-batch [S, W], W = longest rollout - 1, padded on the right."""
     lengths = np.array([len(rollout.token_ids) - 1 for rollout in rollouts])
     width = int(lengths.max())
@@ -67,6 +67,7 @@ def pad(rollouts: Sequence[Rollout], advantage: Tensor) -> TrainBatch:
         advantage=advantage.clone(),
         routed_experts=_padded(experts, width, np.int64, -1) if experts else None,
         rollout_ids=[f"{rollout.prompt_id} (group {rollout.group})" for rollout in rollouts],
+        sources=list(sources),
         **fields,
     )
 

@@ -121,9 +121,14 @@ class RunFolder:
         start_s, end_s = start_s + self.elapsed_s, end_s + self.elapsed_s
         self._append(TIMELINE, {"actor": actor, "phase": phase, "start_s": start_s, "end_s": end_s, "step": step})
 
-    def rollouts(self, batch: RolloutBatch) -> None:
+    def rollouts(self, batch: RolloutBatch, token_text: Callable[[int], str]) -> None:
+        """The rollouts of a batch, with the text of each token alone."""
         file = self.path / ROLLOUTS / f"batch_{batch.batch_id:06d}.jsonl"
-        text = "".join(_line(rollout.to_json()) for rollout in batch.rollouts)
+        rows = [
+            {**rollout.to_json(), "token_texts": [token_text(token) for token in rollout.token_ids.tolist()]}
+            for rollout in batch.rollouts
+        ]
+        text = "".join(map(_line, rows))
         with _writing(file):
             file.parent.mkdir(exist_ok=True)
             _write_atomically(file, text)

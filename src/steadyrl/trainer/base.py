@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
 from steadyrl.types import TrainBatch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an optimizer step says about itself; everything is of the policy before the step."""
+
+    metrics: dict[str, float]  # pooled over the micro-batches
+    histograms: dict[str, list[float]]
+    logp: list[Tensor]  # [S, W] float32 for each micro-batch
+    old_logp: list[Tensor | None]  # the same of the old_actor and step_start anchors
 
 
 class Learner(Protocol):
@@ -18,8 +29,8 @@ class Learner(Protocol):
 
     def train_step(
         self, micro_batches: Sequence[TrainBatch], old_weights: Mapping[str, Tensor] | None
-    ) -> tuple[dict[str, float], dict[str, list[float]]]:
-        """One optimizer step over all the micro-batches; pooled metrics, and histograms.
+    ) -> StepResult:
+        """One optimizer step over all the micro-batches.
 
         `old_weights` are those that the anchors old_actor and step_start score the batch with.
 

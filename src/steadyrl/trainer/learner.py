@@ -27,6 +27,7 @@ from steadyrl.models.logprobs import token_logp
 from steadyrl.models.routing import RoutingReplay, replay_routing
 from steadyrl.objective.loss import LossOutput, anchor_of, batch_threshold, policy_loss, trust_region_score
 from steadyrl.objective.rule import Layout
+from steadyrl.trainer.base import StepResult
 from steadyrl.trainer.optim import learning_rate, load_optimizer, make_optimizer, save_optimizer
 from steadyrl.trainer.step_statistics import StepStatistics
 from steadyrl.types import BatchCounts, TrainBatch
@@ -79,7 +80,7 @@ class LocalLearner:
 
     def train_step(
         self, micro_batches: Sequence[TrainBatch], old_weights: Mapping[str, Tensor] | None
-    ) -> tuple[dict[str, float], dict[str, list[float]]]:
+    ) -> StepResult:
         """One optimizer step; see `trainer.base.Learner`."""
         counts = BatchCounts(
             num_tokens=sum(int(batch.loss_mask.sum()) for batch in micro_batches),
@@ -94,8 +95,10 @@ class LocalLearner:
             splits_mismatch=self._objective.anchor == "old_actor",
         )
         self._optimizer.zero_grad(set_to_none=True)
+        logp = []
         for part in scored:
             forward = self._forward(part.batch)
+            logp.append(forward.logp.detach().view(part.batch.loss_mask.shape))
             output = self._loss(part, forward, counts, threshold)
             output.loss.backward()
             statistics.add(part.batch, part.layout, forward.logp.detach(), part.old_logp, output, forward.replay)
@@ -116,7 +119,14 @@ class LocalLearner:
         if self._averaged is not None and threshold is not None:
             self._quantile_ema = float(threshold)
         metrics, histograms = statistics.pooled()
-        return {**metrics, "optim/grad_norm": float(grad_norm), "optim/lr": lr}, histograms
+        return StepResult(
+            metrics={**metrics, "optim/grad_norm": float(grad_norm), "optim/lr": lr},
+            histograms=histograms,
+            logp=logp,
+            old_logp=[
+                None if part.old_logp is None else part.old_logp.view(part.batch.loss_mask.shape) for part in scored
+            ],
+        )
 
     def _step(self) -> None:
         """Move the weights; if that does not give numbers, put the weights before the step back."""
