@@ -29,9 +29,10 @@ ALLOWED = {
     "pipeline": GROUND | {"engines", "trainer", "tasks", "objective", "diagnostics"},
     "evaluation": GROUND | {"engines", "tasks"},
     "reports": GROUND | {"objective", "diagnostics"},
+    "experiments": GROUND | {"reports", "run"},
     "assets": GROUND | {"models", "tasks"},
     "run": GROUND | {"engines", "evaluation", "models", "pipeline", "reports", "tasks", "trainer"},
-    "cli": GROUND | {"assets", "evaluation", "reports", "run"},
+    "cli": GROUND | {"assets", "evaluation", "experiments", "reports", "run"},
 }
 PURE = ("objective", "diagnostics", "pipeline/schedule.py", "pipeline/packing.py")
 IMPURE_IMPORTS = {"os", "time", "logging", "pathlib", "random", "sys", "io", "transformers"}

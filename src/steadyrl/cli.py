@@ -73,6 +73,35 @@ def report(
 
 
 @app.command()
+def sweep(
+    grid: Annotated[Path, typer.Argument(help="a TOML grid, for example recipes/grid_paper.toml")],
+    out: Annotated[Path | None, typer.Option(help="the folder of the runs; else the one that the grid names")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="runs at a time, one core each; else one for each core")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="the smaller grid, as its [quick] table says")] = False,
+) -> None:
+    """Run methods x lags x seeds, and report on them; started again, it goes on with the runs that are missing."""
+    from steadyrl.experiments.display import SweepProgress
+    from steadyrl.experiments.grid import load_grid
+    from steadyrl.experiments.sweep import run_sweep
+    from steadyrl.reports.html import write_report
+
+    plan = load_grid(grid, quick=quick, out=out)
+    at_once = min(jobs or len(os.sched_getaffinity(0)), len(plan.cells))
+    sizes = [f"{len(labels)} {name}" for name, labels in plan.axes.items()]
+    console.print(
+        f"{' x '.join([*sizes, f'{len(plan.seeds)} seeds'])} = {len(plan.cells)} runs, {at_once} at a time, in {plan.out}",
+        soft_wrap=True,
+    )
+    with SweepProgress(console) as progress:
+        state = run_sweep(plan, at_once, progress)
+    for name, why in state.failed.items():
+        console.print(f"failed: {name}: {why}", soft_wrap=True)
+    if state.failed:
+        console.print("run the same command again to try these runs again", soft_wrap=True)
+    console.print(f"report: {write_report([plan.out])}", soft_wrap=True)
+
+
+@app.command()
 def make_base(
     folder: Annotated[Path, typer.Argument(help="where to write the checkpoint")],
     seed: Annotated[int, typer.Option(help="of the weights and the warm-up data")] = 0,

@@ -23,7 +23,15 @@ def load_config(recipe: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: with one sentence that names the key and what to write instead.
     """
-    path = Path(recipe)
+    return build_config(read_toml(Path(recipe)), overrides)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a recipe or grid file.
+
+    Raises:
+        ConfigError: there is no such file, or it is not TOML.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -31,10 +39,9 @@ def load_config(recipe: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no possible path
         raise ConfigError(f"the recipe {str(path)!r} cannot be read: {error}") from None
     try:
-        data = _parse(text, str(path))
+        return _parse(text, str(path))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    return build_config(data, overrides)
 
 
 def build_config(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
@@ -52,6 +59,15 @@ def build_config(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunC
         raise ConfigError("; ".join(_sentence(item) for item in error.errors())) from None
 
 
+def with_values(data: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Recipe tables with other values under dotted keys; see `load_config` for what is raised."""
+    merged = _copy(data)
+    for key, value in values.items():
+        _check_key(key)
+        _set(merged, key, value)
+    return merged
+
+
 def _apply_override(data: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     key = key.strip()
@@ -62,6 +78,10 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         value = _parse(f"value = {text}", key)["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
+    _set(data, key, value)
+
+
+def _set(data: dict[str, Any], key: str, value: Any) -> None:
     *parents, last = key.split(".")
     table = data
     for depth, name in enumerate(parents):

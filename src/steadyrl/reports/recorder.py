@@ -53,7 +53,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.elapsed_s = 0.0  # training time of earlier processes
-        self._lock = _lock(path)
+        self._lock = hold(path)
 
     def __enter__(self) -> RunFolder:
         return self
@@ -95,7 +95,7 @@ class RunFolder:
         kept = {name: [row for row in _read_rows(self.path / name) if row["step"] <= last[name]] for name in STEPPED}
         _write_config(self.path, config)
         for name, rows in kept.items():
-            _write_atomically(self.path / name, "".join(_line(row) for row in rows))
+            write_atomically(self.path / name, "".join(_line(row) for row in rows))
         self.elapsed_s = max((event["end_s"] for event in kept[TIMELINE]), default=0.0)
 
     def step(self, report: StepReport) -> None:
@@ -131,11 +131,11 @@ class RunFolder:
         text = "".join(map(_line, rows))
         with _writing(file):
             file.parent.mkdir(exist_ok=True)
-            _write_atomically(file, text)
+            write_atomically(file, text)
 
     def status(self, state: Literal["running", "finished", "stopped", "failed"], **info: Any) -> None:
         with _writing(self.path / STATUS):
-            _write_atomically(self.path / STATUS, _line({"state": state, **info}))
+            write_atomically(self.path / STATUS, _line({"state": state, **info}))
 
     def _append(self, name: str, row: Row) -> None:
         with _writing(self.path / name), (self.path / name).open("a", encoding="utf-8") as file:
@@ -190,7 +190,7 @@ def read_rollouts(file: Path) -> list[Row]:
 
 
 def _write_config(path: Path, config: RunConfig) -> None:
-    _write_atomically(path / CONFIG, tomli_w.dumps(_without_none(config.model_dump())))
+    write_atomically(path / CONFIG, tomli_w.dumps(_without_none(config.model_dump())))
 
 
 def _check_is_run(path: Path) -> None:
@@ -301,13 +301,13 @@ ROLLOUT: Shape = {
 }
 
 
-def _lock(path: Path) -> IO[str]:
-    """Keep other processes from writing here, for as long as the file is open."""
+def hold(path: Path) -> IO[str]:
+    """Keep other processes from writing to a folder, for as long as the file is open."""
     try:
         file = (path / LOCK).open("a", encoding="utf-8")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"another process is writing to {path}: wait for it, or choose another run_dir") from None
+        raise ConfigError(f"another process is writing to {path}: wait for it, or choose another folder") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be written to ({error}): choose another run_dir") from None
     return file
@@ -348,7 +348,7 @@ def _without_none(table: Any) -> Any:
     return table
 
 
-def _write_atomically(file: Path, text: str) -> None:
+def write_atomically(file: Path, text: str) -> None:
     """A reader, or a crash in the middle, finds the old file or the new one, never half of it."""
     draft = file.with_name(f".{file.name}.draft")
     draft.write_text(text, encoding="utf-8")
