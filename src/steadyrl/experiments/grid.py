@@ -25,12 +25,11 @@ from __future__ import annotations
 
 import itertools
 import re
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from steadyrl.axes import Table
 from steadyrl.config import RunConfig
@@ -42,8 +41,27 @@ RUNS = "runs"
 MOST_RUNS = 10_000
 
 Values = dict[str, Any]  # recipe key -> value
-Seeds = Annotated[int, Field(ge=1, le=1000)] | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-Axis = Annotated[dict[str, Values], Field(min_length=1)] | Annotated[list[Any], Field(min_length=1)]
+Axis = dict[str, Values] | list[Any]
+
+
+def _as_seeds(value: Any) -> Any:
+    numbers = value if isinstance(value, list) else [value]
+    if not numbers or any(type(number) is not int or number < 0 for number in numbers) or value == 0:
+        raise ValueError(f"write how many seeds to take, from 1, or a list of them (got {value!r})")
+    return sorted(set(value)) if isinstance(value, list) else list(range(min(value, MOST_RUNS + 1)))
+
+
+def _as_axis(value: Any) -> Any:
+    tables = value.values() if isinstance(value, dict) else []
+    if not value or not isinstance(value, dict | list) or not all(isinstance(table, dict) for table in tables):
+        raise ValueError(
+            'write a list of values for a recipe key, as in "pipeline.lag" = [1, 8], or a table of overrides for '
+            f'each label, as in {{ fast = {{ "trainer.lr" = 1e-3 }} }} (got {value!r})'
+        )
+    return value
+
+
+Seeds = Annotated[list[int], BeforeValidator(_as_seeds)]
 
 
 class Quick(Table):
@@ -57,9 +75,9 @@ class Quick(Table):
 class GridFile(Table):
     recipe: str
     out: Annotated[str, Field(min_length=1)]
-    seeds: Seeds = 5
+    seeds: Seeds = Field(default_factory=lambda: list(range(5)))
     set: Values = Field(default_factory=dict)
-    axes: Annotated[dict[str, Axis], Field(min_length=1)]
+    axes: Annotated[dict[str, Annotated[Axis, BeforeValidator(_as_axis)]], Field(min_length=1)]
     quick: Quick = Quick()
 
     @model_validator(mode="after")
@@ -114,8 +132,8 @@ def load_grid(path: Path, *, quick: bool = False, out: Path | None = None) -> Gr
         file = GridFile.model_validate(read_toml(path))
     except ValidationError as error:
         item = error.errors()[0]
-        where = ".".join(str(part) for part in item["loc"] if not str(part).startswith(("dict[", "list[")))
-        raise ConfigError(f"{path}: {where + ': ' if where else ''}{item['msg'].removeprefix('Value error, ')}") from None
+        where = "".join(f"{part}." for part in item["loc"]).removesuffix(".") or "the grid"
+        raise ConfigError(f"{path}: {where}: {item['msg'].removeprefix('Value error, ')}") from None
     recipe = path.parent / file.recipe
     base = with_values(read_toml(recipe), file.set)
     axes = {name: _labelled(name, axis) for name, axis in file.axes.items()}
@@ -128,14 +146,14 @@ def load_grid(path: Path, *, quick: bool = False, out: Path | None = None) -> Gr
         }
         seeds = file.quick.seeds or seeds
         folder = out or Path(f"{file.out}_quick")
-    seeds = sorted(set(seeds)) if isinstance(seeds, list) else list(range(seeds))
     size = len(seeds)
     for labels in axes.values():
         size *= len(labels)
     if size > MOST_RUNS:
         raise ConfigError(f"{path} describes {size} runs, more than {MOST_RUNS}: take fewer labels or seeds")
     cells = []
-    for seed, *chosen in itertools.product(seeds, *(labels.items() for labels in axes.values())):
+    combinations = itertools.product(*(labels.items() for labels in axes.values()))
+    for seed, chosen in itertools.product(seeds, list(combinations)):
         labels = {name: label for name, (label, _) in zip(axes, chosen, strict=True)}
         name = "_".join([*(_slug(axis, label) for axis, label in labels.items()), f"seed{seed}"])
         cells.append(Cell(labels, seed, name, _config(base, [values for _, values in chosen], seed, folder, name)))
