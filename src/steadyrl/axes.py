@@ -55,7 +55,7 @@ class SatBoundary(Table):
     kernel: Literal["hill", "exp", "exp_continuous", "gauss", "power", "shifted_hill", "const", "zero"] = "hill"
     exponent: AboveZero = 2.0  # of hill, shifted_hill and power
     strength: AboveZero = 1.0  # kappa of exp and exp_continuous; c of const (then at most 1)
-    quantile_scope: Literal["batch", "microbatch", "ema"] = "batch"
+    quantile_scope: Literal["batch", "microbatch", "ema", "lag"] = "batch"
     ema_decay: Share = 0.9  # of quantile_scope = "ema"
     quantile_weight: Literal["token", "response"] = "token"  # what counts once in the quantile
 

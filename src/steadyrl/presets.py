@@ -52,6 +52,9 @@ PRESETS: dict[str, Preset] = {
     "sat-grpo-microbatch": {**SAT_GRPO, "boundary": {**SAT, "quantile_scope": "microbatch"}},
     # a moving average of the quantile: our variant
     "sat-grpo-ema": {**SAT_GRPO, "boundary": {**SAT, "quantile_scope": "ema"}},
+    # a quantile for each lag, so that old tokens are compared with old ones: our variant
+    "sat-grpo-lag": {**SAT_GRPO, "boundary": {**SAT, "quantile_scope": "lag"}},
+    "sat-gspo-lag": {**SAT_GSPO, "boundary": {**SAT, "quantile_scope": "lag"}},
     # every response counts once in the quantile, whatever its length: our variant
     "sat-gspo-response": {**SAT_GSPO, "boundary": {**SAT, "quantile_weight": "response"}},
     # ---- other kernels of SAT: our variants, for ablations; the paper has Hill alone ----

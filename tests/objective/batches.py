@@ -150,7 +150,7 @@ def scores_of(objective: ObjectiveConfig, batch: Batch) -> Tensor:
 
 def threshold_of(objective: ObjectiveConfig, batch: Batch) -> Tensor | None:
     """For rules that are relative to more than a micro-batch."""
-    return batch_threshold(objective, scores_of(objective, batch), batch.layout)
+    return batch_threshold(objective, scores_of(objective, batch), batch.layout, batch.age)
 
 
 def loss_and_gradient(

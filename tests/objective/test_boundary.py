@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steadyrl.axes import ClipBoundary, SatBoundary
-from steadyrl.objective.boundary import clip, interval, sat_contraction, sat_quantile
+from steadyrl.objective.boundary import (
+    LAG_BUCKETS,
+    clip,
+    interval,
+    lag_bucket,
+    sat_contraction,
+    sat_quantile,
+    sat_quantiles_by_lag,
+)
 from steadyrl.objective.rule import BoundaryOutput, Layout, RuleInput
 
 DTYPES = [torch.float32, torch.float64]
@@ -296,6 +304,21 @@ def test_the_weighted_quantile_is_the_inverse_of_its_distribution_function(respo
     layout = Layout(torch.ones(len(scores), dtype=torch.bool), sequence, len(responses))
     rule = SatBoundary(alpha=alpha, quantile_weight="response")
     assert sat_quantile(rule, scores, layout).item() == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40), st.booleans()), min_size=1, max_size=30))
+def test_a_quantile_for_each_lag_is_that_of_its_tokens_alone(tokens):
+    bounds = [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 63)]
+    scores, ages, active = (torch.tensor(column) for column in zip(*tokens, strict=True))
+    layout = Layout(active, torch.zeros(len(tokens), dtype=torch.int64), 1)
+    found = sat_quantiles_by_lag(SatBoundary(alpha=0.7), scores.float(), layout, ages)
+    assert found.shape == (LAG_BUCKETS,)
+    for index, (low, high) in enumerate(bounds):
+        group = sorted(score for score, age, is_active in tokens if is_active and low <= age <= high)
+        rank = -(-7 * len(group) // 10)
+        assert found[index].item() == (group[rank - 1] if group else 0)
+    assert not found[len(bounds) :].any()
+    assert lag_bucket(torch.tensor([0, 1, 2, 3, 4, 2**14 - 1, 2**14, 10**6])).tolist() == [0, 1, 2, 2, 3, 14, 15, 15]
 
 
 @pytest.mark.parametrize("weight", ["token", "response"])

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from objective.batches import loss_of, make_batch, objective_of, threshold_of
 from torch import Tensor
 
 from steadyrl.method import ObjectiveConfig
@@ -848,3 +849,20 @@ def test_importing_the_loss_stays_light():
     code = "import sys, steadyrl.objective.loss; print(*({'transformers', 'ray', 'vllm'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""
+
+
+def test_a_quantile_for_each_lag_gates_each_lag_like_a_batch_of_its_own():
+    """The marks of SAT with scope "lag" are those of scope "batch" on the tokens of each lag bucket alone."""
+    batch = make_batch((40, 30, 50), seed=4)
+    by_lag = objective_of("sat-grpo-lag")
+    marks = loss_of(by_lag, batch, batch.counts, threshold_of(by_lag, batch)).marks
+    alone = objective_of("sat-grpo")
+    expected = torch.zeros_like(batch.loss_mask)
+    for low, high in ((0, 0), (1, 1), (2, 3)):
+        group = replace(batch, loss_mask=batch.loss_mask & (low <= batch.age) & (batch.age <= high))
+        expected |= loss_of(alone, group, group.counts, threshold_of(alone, group)).marks["gated"]
+    assert torch.equal(marks["gated"], expected)
+    together = loss_of(alone, batch, batch.counts, threshold_of(alone, batch)).marks["gated"]
+    assert not torch.equal(marks["gated"], together)
+    same_age = replace(batch, age=torch.full_like(batch.age, 5))
+    assert torch.equal(loss_of(by_lag, same_age, batch.counts, None).marks["gated"], together)

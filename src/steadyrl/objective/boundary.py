@@ -16,6 +16,8 @@ from steadyrl.objective.quantile import order_statistic
 from steadyrl.objective.ratio import saturated_ratio, tokens_per_sequence
 from steadyrl.objective.rule import BoundaryOutput, Layout, RuleInput
 
+LAG_BUCKETS = 16
+
 
 def interval(x: RuleInput, low: Tensor | float, high: Tensor | float) -> BoundaryOutput:
     """PPO: S = min(r A, clip(r, 1 - low, 1 + high) A), r = exp(log_ratio) (arXiv 1707.06347, Eq. 7).
@@ -91,7 +93,7 @@ def sat_contraction(rule: SatBoundary, log_ratio: Tensor, q: Tensor) -> tuple[Te
     Args:
         rule: the kernel and its parameters.
         log_ratio: [T].
-        q: 0-d, the quantile of |d|; 0 turns the gate off.
+        q: the quantile of |d|, 0-d or [T]; 0 turns the gate off.
 
     Returns:
         Two [T] in the dtype of `log_ratio`, detached.
@@ -126,14 +128,14 @@ def sat(rule: SatBoundary, x: RuleInput, size: Tensor, q: Tensor) -> SatOutput:
     Args:
         x: what the rule may look at.
         size: [T], |log_ratio|.
-        q: 0-d, its quantile.
+        q: its quantile, 0-d, or [T] where tokens are compared with different ones.
     """
     base = interval(x, rule.low, rule.high)
     # q = 0 turns the gate off; a masked token has size 0 and is never gated
     gated = size > torch.where(q > 0, q, torch.inf).to(size.dtype)
     tail = gated.nonzero().squeeze(1)
     log_ratio, advantage = x.log_ratio[tail], x.advantage[tail]
-    c_low, c_high = sat_contraction(rule, log_ratio, q)
+    c_low, c_high = sat_contraction(rule, log_ratio, q[tail] if q.dim() else q)
     part = replace(x, log_ratio=log_ratio, advantage=advantage)
     narrow = interval(part, rule.low * c_low, rule.high * c_high)
     kept_by_base = ~(base.removed_low[tail] | base.removed_high[tail])
@@ -164,6 +166,29 @@ def _kernel(rule: SatBoundary, v: Tensor) -> Tensor:
             return torch.full_like(v, kappa)
         case "zero":
             return torch.zeros_like(v)
+
+
+def lag_bucket(age: Tensor) -> Tensor:
+    """The bucket of each lag, int64: 0, 1, 2-3, 4-7, ..., 2^13-2^14-1, and all above.
+
+    Args:
+        age: lags in optimizer steps, not negative.
+    """
+    powers = 2 ** torch.arange(LAG_BUCKETS - 1, device=age.device)
+    return torch.bucketize(age, powers, right=True)
+
+
+def sat_quantiles_by_lag(rule: SatBoundary, scores: Tensor, layout: Layout, age: Tensor) -> Tensor:
+    """`sat_quantile` of the tokens of each lag bucket alone (our variant): [LAG_BUCKETS], 0 for an empty one."""
+    bucket = lag_bucket(age)
+    present = set(bucket[layout.loss_mask].unique().tolist())
+    parts = [
+        sat_quantile(rule, scores, replace(layout, loss_mask=layout.loss_mask & (bucket == index)))
+        if index in present
+        else scores.new_zeros(())
+        for index in range(LAG_BUCKETS)
+    ]
+    return torch.stack(parts).detach()
 
 
 def sat_quantile(rule: SatBoundary, scores: Tensor, layout: Layout) -> Tensor:

@@ -80,17 +80,24 @@ def trust_region_score(objective: ObjectiveConfig, logp: Tensor, anchor_logp: Te
     return unit_log_ratio(objective.unit, logp.detach(), anchor_logp, layout).abs()
 
 
-def batch_threshold(objective: ObjectiveConfig, score: Tensor, layout: Layout) -> Tensor | None:
+def batch_threshold(
+    objective: ObjectiveConfig, score: Tensor, layout: Layout, age: Tensor | None = None
+) -> Tensor | None:
     """What a rule that is relative to the batch takes from all its scores: q of SAT, the limit of M2PO.
 
     Args:
         score: [T] of the whole optimizer batch, from `trust_region_score`.
         layout: of the whole optimizer batch.
+        age: [T] int64, lag of each token, for `quantile_scope = "lag"`.
 
     Returns:
-        0-d, for `policy_loss`; None for a rule that looks at one token, or at its micro-batch on purpose.
+        For `policy_loss`: 0-d, or [LAG_BUCKETS] for `quantile_scope = "lag"`. None for a rule that looks at one
+        token, or at its micro-batch on purpose.
     """
     rule = objective.boundary
+    if isinstance(rule, SatBoundary) and rule.quantile_scope == "lag":
+        assert age is not None, "a quantile for each lag needs the lag of every token"
+        return boundary.sat_quantiles_by_lag(rule, score, layout, age)
     if isinstance(rule, SatBoundary) and rule.quantile_scope != "microbatch":
         return boundary.sat_quantile(rule, score, layout)
     if isinstance(rule, M2poBoundary):
@@ -126,9 +133,10 @@ def policy_loss(
         counts: active tokens and responses of the whole optimizer batch.
         old_logp: [T], the trainer's own log-probabilities for the anchors old_actor and step_start.
         reference_logp: [T]; when given, k3 towards it is added with weight `kl_coef`.
-        age: [T] int64, lag of each token in optimizer steps, for the prox_approx anchor.
+        age: [T] int64, lag of each token in optimizer steps, for the prox_approx anchor and for
+            `quantile_scope = "lag"`.
         divergence: [T], of the distribution each token was drawn from, for rules that need distributions.
-        threshold: 0-d, from `batch_threshold`; None takes it over this micro-batch.
+        threshold: from `batch_threshold`; None takes it over this micro-batch.
     """
     loss_mask = layout.loss_mask
     _check_shapes(loss_mask, logp=logp, behavior_logp=behavior_logp, advantage=advantage, sequence=layout.sequence)
@@ -145,7 +153,7 @@ def policy_loss(
         divergence=None if divergence is None else torch.where(loss_mask, divergence.detach(), 0.0),
         threshold=None if threshold is None else threshold.detach(),
     )
-    band, sums, extremes, marks = _boundary(objective, x)
+    band, sums, extremes, marks = _boundary(objective, x, age)
     factor, factor_sums = _factor(objective, x, behavior_logp)
     sums |= _clip_sums(band, x) | factor_sums
 
@@ -183,14 +191,19 @@ def _check_shapes(loss_mask: Tensor, **tensors: Tensor) -> None:
 
 
 def _boundary(
-    objective: ObjectiveConfig, x: RuleInput
+    objective: ObjectiveConfig, x: RuleInput, age: Tensor | None
 ) -> tuple[BoundaryOutput, Sums, dict[str, Tensor], dict[str, Tensor]]:
     """The rule of the objective on every token; statistics, extremes and marks that only this rule has."""
     rule = objective.boundary
     if not isinstance(rule, SatBoundary):
         return RULES[rule.rule](rule, x), {}, {}, {}
     size = x.log_ratio.abs()
-    q = boundary.sat_quantile(rule, size, x.layout) if x.threshold is None else x.threshold
+    if rule.quantile_scope == "lag":
+        assert age is not None, "a quantile for each lag needs the lag of every token"
+        by_lag = boundary.sat_quantiles_by_lag(rule, size, x.layout, age) if x.threshold is None else x.threshold
+        q = by_lag[boundary.lag_bucket(torch.where(x.layout.loss_mask, age, 0))]
+    else:
+        q = boundary.sat_quantile(rule, size, x.layout) if x.threshold is None else x.threshold
     sat = boundary.sat(rule, x, size, q)
     count = x.layout.loss_mask.sum(dtype=torch.float64)
     sums: Sums = {
@@ -198,7 +211,7 @@ def _boundary(
         "sat/radius_high": (rule.high * (count - (1 - sat.c_high.double()).sum()), count),
         "sat/gate_rate": (count.new_tensor(float(len(sat.c_low))), count),
         "sat/intervention_rate": (sat.intervened.sum(dtype=torch.float64), count),
-        "sat/q": (q.double() * count, count),
+        "sat/q": masked_sum(q.double().expand_as(size), x.layout.loss_mask),
     }
     # a leading 1 stands for "nothing contracted", also when there is no token at all
     strongest = torch.cat([sat.c_low.new_ones(1), sat.c_low, sat.c_high]).amin()

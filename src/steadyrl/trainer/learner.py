@@ -22,8 +22,8 @@ from steadyrl.config import RunConfig
 from steadyrl.diagnostics.trust_region import topk_divergence
 from steadyrl.errors import TrainingError
 from steadyrl.method import ObjectiveConfig
+from steadyrl.models.head import Head, read_head
 from steadyrl.models.load import load_model, save_model
-from steadyrl.models.logprobs import token_logp
 from steadyrl.models.routing import RoutingReplay, replay_routing
 from steadyrl.objective.loss import LossOutput, anchor_of, batch_threshold, policy_loss, trust_region_score
 from steadyrl.objective.rule import Layout
@@ -71,6 +71,9 @@ class LocalLearner:
         self._longest_response = config.sampling.max_response_tokens
         self._optimizer = make_optimizer(model, config.trainer)
         self._reference = copy.deepcopy(model).requires_grad_(False) if config.objective.kl_coef > 0 else None
+        self._head = read_head(model)
+        self._reference_head = read_head(self._reference) if self._reference is not None else None
+        self._autocast = torch.autocast("cpu", torch.bfloat16, enabled=config.model.dtype == "bfloat16")
         rule = self._objective.boundary
         self._averaged = rule if isinstance(rule, SatBoundary) and rule.quantile_scope == "ema" else None
         self._quantile_ema: float | None = None  # of an averaged quantile, after the last finished step
@@ -78,9 +81,7 @@ class LocalLearner:
     def named_weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
 
-    def train_step(
-        self, micro_batches: Sequence[TrainBatch], old_weights: Mapping[str, Tensor] | None
-    ) -> StepResult:
+    def train_step(self, micro_batches: Sequence[TrainBatch], old_weights: Mapping[str, Tensor] | None) -> StepResult:
         """One optimizer step; see `trainer.base.Learner`."""
         counts = BatchCounts(
             num_tokens=sum(int(batch.loss_mask.sum()) for batch in micro_batches),
@@ -154,28 +155,35 @@ class LocalLearner:
         self._quantile_ema = json.loads((folder / "objective.json").read_text(encoding="utf-8"))["quantile_ema"]
         self.version = version
 
-    def _forward(self, batch: TrainBatch, model: PreTrainedModel | None = None) -> _Forward:
-        """Log-probabilities of the targets, through the recorded experts if there are any."""
-        model = model or self._model
+    def _forward(self, batch: TrainBatch, head: Head | None = None) -> _Forward:
+        """Log-probabilities of the sampled tokens, through the recorded experts if there are any; 0 elsewhere."""
+        head = head or self._head
         experts = None
-        if self._replays and model is not self._reference:  # the reference keeps its own routing
+        if self._replays and head is not self._reference_head:  # the reference keeps its own routing
             experts = batch.routed_experts
             assert experts is not None, "routing replay needs an engine that records the experts"
-        with nullcontext() if experts is None else replay_routing(model, experts) as replay:
-            logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False).logits
-        logp = token_logp(logits, batch.target_ids, self._temperature).flatten()
-        divergence = self._divergence(batch, logits) if torch.is_grad_enabled() else None  # only the loss asks for it
-        return _Forward(logp, divergence, replay)
+        sampled = batch.loss_mask.flatten().nonzero().squeeze(1)
+        with self._autocast:
+            with nullcontext() if experts is None else replay_routing(head.model, experts) as replay:
+                states = head.states(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
+            states = states.flatten(0, 1)[sampled]
+            logp = head.logp(states, batch.target_ids.flatten()[sampled], self._temperature)
+            # only the loss asks for it
+            divergence = self._divergence(batch, head, states, sampled) if torch.is_grad_enabled() else None
+        everywhere = torch.zeros(batch.loss_mask.numel()).index_put((sampled,), logp)
+        return _Forward(everywhere, divergence, replay)
 
     @torch.no_grad()
-    def _divergence(self, batch: TrainBatch, logits: Tensor) -> Tensor | None:
-        """[S * W]: how far the policy is from the engine in the state each token was drawn in."""
+    def _divergence(self, batch: TrainBatch, head: Head, states: Tensor, sampled: Tensor) -> Tensor | None:
+        """[S * W]: how far the policy is from the engine in the state each sampled token was drawn in, 0 elsewhere."""
         if batch.top_ids is None or batch.top_logp is None:
             return None
         rule = self._objective.boundary
         kind = "kl" if isinstance(rule, DppoBoundary) and rule.divergence == "topk_kl" else "tv"
-        current = torch.log_softmax(logits.float() / self._temperature, dim=-1).gather(-1, batch.top_ids)
-        return topk_divergence(batch.top_logp.flatten(0, 1), current.flatten(0, 1), kind)
+        current = head.logp_at(states, batch.top_ids.flatten(0, 1)[sampled], self._temperature)
+        divergence = torch.zeros(batch.loss_mask.numel())
+        divergence[sampled] = topk_divergence(batch.top_logp.flatten(0, 1)[sampled], current, kind)
+        return divergence
 
     @torch.no_grad()
     def _score(self, micro_batches: Sequence[TrainBatch], old_weights: Mapping[str, Tensor] | None) -> list[_Scored]:
@@ -190,7 +198,7 @@ class LocalLearner:
                 batch,
                 _layout(batch),
                 old,
-                self._forward(batch, self._reference).logp if self._reference is not None else None,
+                self._forward(batch, self._reference_head).logp if self._reference_head is not None else None,
             )
             for batch, old in zip(micro_batches, old_logp, strict=True)
         ]
@@ -215,7 +223,7 @@ class LocalLearner:
         rule = self._objective.boundary
         if self._averaged is None and (len(scored) == 1 or not isinstance(rule, SatBoundary | M2poBoundary)):
             return None
-        scores, masks, sequences, num_sequences = [], [], [], 0
+        scores, masks, sequences, ages, num_sequences = [], [], [], [], 0
         for part in scored:
             logp = self._forward(part.batch).logp
             age = _age(part.batch, self.version)
@@ -223,9 +231,10 @@ class LocalLearner:
             scores.append(trust_region_score(self._objective, logp, anchor_logp, part.layout))
             masks.append(part.layout.loss_mask)
             sequences.append(part.layout.sequence + num_sequences)
+            ages.append(age)
             num_sequences += part.layout.num_sequences
         whole = Layout(torch.cat(masks), torch.cat(sequences), num_sequences)
-        threshold = batch_threshold(self._objective, torch.cat(scores), whole)
+        threshold = batch_threshold(self._objective, torch.cat(scores), whole, torch.cat(ages))
         if threshold is None or self._averaged is None or self._quantile_ema is None:
             return threshold
         decay = self._averaged.ema_decay
