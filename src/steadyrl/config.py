@@ -19,6 +19,8 @@ Positive = Annotated[int, Field(ge=1, le=MOST)]
 NonNegative = Annotated[int, Field(ge=0, le=MOST)]
 Threads = Annotated[int, Field(ge=1, le=1024)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Lag = Annotated[int, Field(ge=0, le=10_000)]  # a histogram has a place for each
+Terms = Annotated[int, Field(ge=2, le=20)]
 Temperature = Annotated[float, Field(ge=1e-3, le=1e3)]
 
 
@@ -28,14 +30,25 @@ class ModelConfig(Table):
     # a folder, a hub name, "bundled:NAME" (shipped with steadyrl), or "package:PACKAGE/FILE.gguf"
     path: str = "bundled:tiny_moe"
     routing_replay: bool = False  # R3: train through the experts that the engine chose
+    # of the trainer's matrix products; its weights, gradients and moments are float32 either way
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    attention: Literal["auto", "sdpa", "eager"] = "auto"  # of the trainer; auto = sdpa where the model has it
+    gradient_checkpointing: bool = False  # keep a layer's input only, and run the layer again in the backward pass
 
 
 class ArithmeticTask(Table):
     """Running sums with visible steps, generated from the seed."""
 
     name: Literal["arithmetic"] = "arithmetic"
-    terms: Annotated[int, Field(ge=2, le=20)] = 5
+    terms: Terms = 5
     max_term: Annotated[int, Field(ge=1, le=999)] = 9
+    min_terms: Terms | None = None  # problems of this many to `terms` summands; None = all of `terms`
+
+    @model_validator(mode="after")
+    def _min_is_not_above(self) -> ArithmeticTask:
+        if self.min_terms is not None and self.min_terms > self.terms:
+            raise ValueError(f"task.min_terms = {self.min_terms} is above task.terms = {self.terms}: lower it")
+        return self
 
 
 class ReasoningTask(Table):
@@ -47,12 +60,63 @@ class ReasoningTask(Table):
     instruction: str = ""  # put in front of every question
 
 
-Task = Annotated[ArithmeticTask | ReasoningTask, Field(discriminator="name")]
+class DataSource(Table):
+    """Problems with answers: a published set, a file or folder, or files on the hub (tasks/sources.py)."""
+
+    source: Annotated[str, Field(min_length=1)]
+    # columns of a file that is in no published schema; a dot leads into a nested one
+    problem: str = ""
+    answer: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"source": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _both_columns(self) -> DataSource:
+        if bool(self.problem) != bool(self.answer):
+            raise ValueError(f"{self.source} needs the names of both columns, problem and answer, or of none")
+        return self
+
+
+class VerifierConfig(Table):
+    """The processes that judge answers, and their limits for each of them."""
+
+    policy: str = ""  # a TOML file; "" = the defaults of docs/verifier.md
+    workers: Threads = 2
+    timeout_s: AboveZero = 5.0
+    memory_mb: Annotated[int, Field(ge=16, le=1 << 20)] = 512
+
+
+class MathDatasetTask(Table):
+    """Problems from data sets, graded by the verifier (extra `real`)."""
+
+    name: Literal["math_dataset"]
+    train: list[DataSource] = Field(default_factory=list)
+    test: list[DataSource] = Field(default_factory=list)
+    instruction: str = "Reason step by step, and put the final answer in \\boxed{}."  # after every problem
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    verifier: VerifierConfig = VerifierConfig()
+
+
+Task = Annotated[ArithmeticTask | ReasoningTask | MathDatasetTask, Field(discriminator="name")]
 
 
 class SamplingConfig(Table):
     max_response_tokens: Positive = 32
     temperature: Temperature = 1.0
+    # draw from the top_k likeliest tokens, of these from the likeliest with at least the share top_p of the mass
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # 1 = from all
+    top_k: NonNegative = 0  # 0 = from all
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()  # strings that end a response, which keeps them
+    # a prompt that leaves no room for max_response_tokens ends the run, or is answered with nothing and counted
+    long_prompts: Literal["refuse", "drop"] = "refuse"
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether some tokens cannot be drawn, so that the trainer has to know which."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 class EngineConfig(Table):
@@ -63,6 +127,8 @@ class EngineConfig(Table):
     threads: Threads = 1  # of the engine's process; threads of two processes that share a core wait for each other
     start_timeout_s: AboveZero = 300
     generate_timeout_s: AboveZero = 600
+    # streaming: what becomes of the keys and values of running responses when new weights arrive
+    cache_on_update: Literal["keep", "rebuild"] = "keep"
 
 
 class TrainerConfig(Table):
@@ -77,15 +143,35 @@ class TrainerConfig(Table):
     threads: Threads = 1
 
 
+class ControllerConfig(Table):
+    """Streaming: keep a measure of drift within a budget by how stale the data may become (pipeline/controller.py)."""
+
+    measure: Literal["d_bar", "ess"] = "d_bar"
+    budget: AboveZero  # of d-bar, an upper limit; of ESS, a lower one
+    every_steps: Positive = 10  # optimizer steps whose mean is compared with the budget
+    slack: Annotated[float, Field(gt=0, lt=1)] = 0.3  # share of the budget within which nothing is changed
+    fewest_groups_in_flight: NonNegative = 0  # 0 = prompts_per_batch
+    most_groups_in_flight: NonNegative = 0  # 0 = as many as max_lag has room for
+    longest_broadcast_interval: Positive = 8  # optimizer steps
+
+
 class PipelineConfig(Table):
-    regime: Literal["sync", "batch"] = "batch"
-    lag: Annotated[int, Field(ge=0, le=10_000)] = (
-        1  # optimizer steps between two broadcasts of the weights; 0 with regime = "sync"
-    )
+    regime: Literal["sync", "batch", "streaming"] = "batch"
+    lag: Lag = 1  # optimizer steps between two broadcasts of the weights; 0 with regime = "sync"
     prompts_per_batch: Positive = 32
     responses_per_prompt: Annotated[int, Field(ge=2)] = 8
     steps_per_batch: Positive = 1  # optimizer steps taken on each batch
     backend: Literal["inline", "process"] = "process"
+    # ---- streaming ----
+    max_lag: Lag = 8  # optimizer steps; no token is older when it is trained on
+    groups_in_flight: NonNegative = 0  # prompts in the engine at a time; 0 = twice prompts_per_batch
+    rollout_timeout_s: ZeroOrMore = 0.0  # for a response, from its first step; 0 = none
+    on_timeout: Literal["replace", "keep"] = "replace"  # give up the prompt and take another; or train on what there is
+    controller: ControllerConfig | None = None
+
+    @property
+    def most_groups_in_flight(self) -> int:
+        return self.groups_in_flight or 2 * self.prompts_per_batch
 
     @property
     def responses_per_batch(self) -> int:
@@ -96,9 +182,12 @@ class PipelineConfig(Table):
         """The lag that no token exceeds and some token reaches, in optimizer steps (docs/staleness.md).
 
         With M steps per batch and a broadcast every n steps, batch k is generated from version
-        n * floor((k - 1) * M / n) and trained on up to version (k + 1) * M - 1.
+        n * floor((k - 1) * M / n) and trained on up to version (k + 1) * M - 1. Streaming keeps the
+        bound that it is given.
         """
         steps, every = self.steps_per_batch, self.lag
+        if self.regime == "streaming":
+            return self.max_lag
         if self.regime == "sync":
             return steps - 1
         return 2 * steps - 1 + every - math.gcd(every, steps)
@@ -108,9 +197,12 @@ class EvaluationConfig(Table):
     """Evaluation has sampling settings of its own; it always covers the whole held-out set."""
 
     every_steps: NonNegative = 20  # optimizer steps; 0 = only before the first and after the last
-    prompts: Positive = 128  # size of the held-out set
+    prompts: NonNegative = 128  # size of the held-out set; 0 = all of a data set
     samples_per_prompt: Positive = 8  # k
     temperature: Temperature = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # draw from the likeliest tokens with this mass; 1 = from all
+    top_k: NonNegative = 0  # draw from so many of the likeliest tokens; 0 = from all
+    stop: tuple[str, ...] = ()  # strings that end a response
     max_response_tokens: Positive = 32
 
 
@@ -121,6 +213,15 @@ class CheckpointConfig(Table):
 
 class RecordConfig(Table):
     rollouts_every_batches: NonNegative = 10  # 0 = keep no rollouts
+    silence_s: AboveZero = 300  # without any news, after which stalled.txt says what every thread is doing
+
+
+class TrackingConfig(Table):
+    """Services that get a copy of every row of the run folder (extra `trackers`)."""
+
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    project: Annotated[str, Field(min_length=1)] = "steadyrl"  # of Weights & Biases and trackio
+    name: str = ""  # of the run there; "" = the name of its folder
 
 
 class RunConfig(Table):
@@ -138,6 +239,7 @@ class RunConfig(Table):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     record: RecordConfig = RecordConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -158,6 +260,10 @@ class RunConfig(Table):
             raise ValueError(
                 "pipeline.lag = 0 means fresh rollouts: set pipeline.regime=sync, or pipeline.lag to 1 or more"
             )
+        if pipeline.regime == "streaming":
+            self._check_streaming()
+        elif pipeline.controller is not None:
+            raise ValueError("pipeline.controller steers a streaming run: set pipeline.regime=streaming, or remove it")
         if steps % per_batch:
             raise ValueError(
                 f"trainer.steps = {steps} is not a multiple of pipeline.steps_per_batch = {per_batch}: "
@@ -167,6 +273,12 @@ class RunConfig(Table):
             raise ValueError(
                 f"pipeline.prompts_per_batch = {pipeline.prompts_per_batch} cannot be shared out over "
                 f"pipeline.steps_per_batch = {per_batch} optimizer steps: make it a multiple of {per_batch}"
+            )
+        if self.sampling.is_restricted and self.objective.num_top_logprobs:
+            raise ValueError(
+                "the objective compares whole distributions, and with sampling.top_p or sampling.top_k the engine does "
+                "not draw from a whole one: set sampling.top_p=1 and sampling.top_k=0, or choose an objective that "
+                "needs the sampled tokens only"
             )
         anchor, ratio_one = self.objective.anchor, None
         if anchor == "old_actor" and pipeline.largest_lag == 0:
@@ -181,6 +293,29 @@ class RunConfig(Table):
             )
         return self
 
+    def _check_streaming(self) -> None:
+        pipeline = self.pipeline
+        if not 1 <= pipeline.lag <= pipeline.max_lag + 1:
+            raise ValueError(
+                f"pipeline.lag = {pipeline.lag}: with weights that are broadcast so seldom no token can be trained on "
+                f"within pipeline.max_lag = {pipeline.max_lag}; set pipeline.lag from 1 to {pipeline.max_lag + 1}"
+            )
+        if pipeline.steps_per_batch != 1:
+            raise ValueError(
+                f"pipeline.steps_per_batch = {pipeline.steps_per_batch} is for batches that are generated whole: with "
+                "pipeline.regime=streaming set it to 1, and pipeline.prompts_per_batch to the prompts of a step"
+            )
+        if 0 < pipeline.groups_in_flight < pipeline.prompts_per_batch:
+            raise ValueError(
+                f"pipeline.groups_in_flight = {pipeline.groups_in_flight} cannot fill a step of "
+                f"pipeline.prompts_per_batch = {pipeline.prompts_per_batch}: raise it to that or more, or set 0"
+            )
+        if self.objective.anchor == "old_actor":
+            raise ValueError(
+                'objective.anchor = "old_actor" needs one set of weights that sampled a batch, and with '
+                "pipeline.regime=streaming every token has its own: use objective.anchor=rollout or prox_approx"
+            )
+
     @property
     def num_batches(self) -> int:
         return self.trainer.steps // self.pipeline.steps_per_batch
@@ -192,6 +327,7 @@ class RunConfig(Table):
             "weights broadcast before every batch"
             if pipeline.regime == "sync"
             else f"weights broadcast every {pipeline.lag} optimizer steps"
+            + (" into the running generation" if pipeline.regime == "streaming" else "")
         )
         return [
             f"{pipeline.prompts_per_batch} prompts x {pipeline.responses_per_prompt} responses = "

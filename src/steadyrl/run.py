@@ -8,7 +8,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,26 +17,32 @@ import torch
 from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from steadyrl.config import ArithmeticTask, RunConfig
+from steadyrl.config import RunConfig
 from steadyrl.engines.build import build_local_engine
 from steadyrl.errors import CheckpointError, ConfigError, SteadyRLError
 from steadyrl.evaluation.evaluate import evaluation_request, score
-from steadyrl.models.load import context_length, load_model, load_tokenizer
+from steadyrl.models.load import context_length, load_policy, load_tokenizer
 from steadyrl.models.routing import routers
 from steadyrl.pipeline.backend import Backend, EngineSpec
+from steadyrl.pipeline.group_stream import Stragglers
 from steadyrl.pipeline.inline_backend import InlineBackend
-from steadyrl.pipeline.loop import TrainingLoop, stream_seed
+from steadyrl.pipeline.loop import TrainingLoop
 from steadyrl.pipeline.process_backend import ProcessBackend
+from steadyrl.pipeline.seeds import stream_seed
+from steadyrl.pipeline.watchdog import Watchdog
 from steadyrl.reports.progress import TrainingProgress
 from steadyrl.reports.recorder import CHECKPOINTS, LOCK, RunFolder
-from steadyrl.tasks.arithmetic import Arithmetic
+from steadyrl.reports.trackers import Tracking, check_installed
 from steadyrl.tasks.base import Task
+from steadyrl.tasks.build import build_task
+from steadyrl.tasks.data_record import check_same_data, describe, store_data
 from steadyrl.trainer.base import Learner
 from steadyrl.trainer.checkpoint import latest_checkpoint, load_state, set_aside
 from steadyrl.trainer.learner import LocalLearner
 from steadyrl.types import GenerationRequest, Prompt, Rollout, RolloutBatch, StepReport
 
 logger = logging.getLogger(__name__)
+STALLED = "stalled.txt"
 
 # what may differ between a checkpoint and the recipe that continues it, without changing a number
 MAY_DIFFER = (
@@ -47,6 +53,7 @@ MAY_DIFFER = (
     "engine.generate_timeout_s",
     "checkpoint",
     "record",
+    "tracking",
 )
 
 
@@ -64,20 +71,27 @@ def train(config: RunConfig, *, resume: bool = False, progress: TrainingProgress
         SteadyRLError: the run ended early; what it had produced is in the run folder.
     """
     torch.set_num_threads(config.trainer.threads)
+    check_installed(config.tracking)
     with ExitStack() as held:
         folder = held.enter_context(RunFolder.open(config.run_dir)) if resume else None
         checkpoint = _checkpoint_to_resume(config) if resume else None
         tokenizer = load_tokenizer(config.model.path)
-        model = load_model(config.model.path, torch.float32)
-        task = build_task(config, tokenizer)
+        model = load_policy(config.model)
+        task = held.enter_context(closing(build_task(config.task, tokenizer, config.seed)))
         evaluation = HeldOut(task, evaluation_request(task, config.evaluation, stream_seed(config.seed, "evaluation")))
         _check_model(config, model, [*evaluation.held_out.prompts, *task.prompts("train", 0, 1)])
         learner = LocalLearner(model, tokenizer, config)
+        progress = progress or TrainingProgress()
         if folder is None or checkpoint is None:
             folder = held.enter_context(_new_folder(config))
+            store_data(folder.path, task.data)
         else:
+            check_same_data(folder.path, task.data)
             _rewind(folder, config, checkpoint)
-        observer = _Observer(folder, progress := progress or TrainingProgress(), tokenizer)
+        for sentence in describe(task.data):
+            progress.message(sentence)
+        tracking = held.enter_context(Tracking(config, folder.path, progress.message))
+        observer = _Observer(folder, progress, tracking, tokenizer, config.record.silence_s)
         finished = _train(config, folder, checkpoint, learner, task, evaluation, observer, progress)
         return RunResult(folder.path, finished)
 
@@ -96,7 +110,7 @@ def _train(
     start_step = load_state(checkpoint)["step"] if checkpoint else 0
     folder.status("running")
     try:
-        with _stop_on_signal(progress) as stop, progress:
+        with _stop_on_signal(progress) as stop, progress, observer.watchdog:
             backend = build_backend(config, learner)
             try:
                 progress.start(config.model_copy(update={"run_dir": str(folder.path)}), start_step)
@@ -110,6 +124,7 @@ def _train(
                     checkpoints=folder.path / CHECKPOINTS,
                     stop=stop,
                 )
+                observer.watchdog.describe_with(loop.describe)
                 if checkpoint:
                     loop.resume(checkpoint)
                 finished = loop.run()
@@ -123,19 +138,14 @@ def _train(
     return finished
 
 
-def build_task(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    if isinstance(config.task, ArithmeticTask):
-        return Arithmetic(config.task, tokenizer, config.seed)
-    from steadyrl.tasks.reasoning import ReasoningGymTask  # needs an extra that other tasks do without
-
-    return ReasoningGymTask(config.task, tokenizer, config.seed)
-
-
 def build_backend(config: RunConfig, learner: Learner) -> Backend:
-    engine, dtype = config.engine, config.engine.dtype
+    engine, dtype, pipeline = config.engine, config.engine.dtype, config.pipeline
+    stragglers = Stragglers(pipeline.rollout_timeout_s, are_kept=pipeline.on_timeout == "keep")
     if config.pipeline.backend == "inline":
-        local = build_local_engine(config.model.path, dtype, engine.max_sequences, config.model.routing_replay)
-        return InlineBackend(local, getattr(torch, dtype))
+        local = build_local_engine(
+            config.model.path, dtype, engine.max_sequences, config.model.routing_replay, engine.cache_on_update
+        )
+        return InlineBackend(local, getattr(torch, dtype), stragglers)
     spec = EngineSpec(
         model_path=config.model.path,
         dtype=dtype,
@@ -144,6 +154,8 @@ def build_backend(config: RunConfig, learner: Learner) -> Backend:
         threads=engine.threads,
         start_timeout_s=engine.start_timeout_s,
         generate_timeout_s=engine.generate_timeout_s,
+        cache_on_update=engine.cache_on_update,
+        stragglers=stragglers,
     )
     return ProcessBackend(spec, learner.named_weights())
 
@@ -164,29 +176,42 @@ class HeldOut:
 
 
 class _Observer:
-    """Writes everything to the run folder and shows it. Times become seconds since the run began."""
+    """Writes everything to the run folder, shows and tracks it. Times become seconds since the run began."""
 
     def __init__(
-        self, folder: RunFolder, progress: TrainingProgress, tokenizer: PreTrainedTokenizerBase
+        self,
+        folder: RunFolder,
+        progress: TrainingProgress,
+        tracking: Tracking,
+        tokenizer: PreTrainedTokenizerBase,
+        silence_s: float,
     ) -> None:
         self._folder = folder
         self._token_text = functools.cache(lambda token: str(tokenizer.decode([token])))
         self._progress = progress
+        self._tracking = tracking
+        self.watchdog = Watchdog(folder.path / STALLED, silence_s, progress.message)
         self._origin_s = time.monotonic()
 
     def step(self, report: StepReport) -> None:
         self._folder.step(report)
         self._progress.step(report)
+        self._tracking.step(report)
 
     def rollouts(self, batch: RolloutBatch) -> None:
         self._folder.rollouts(batch, self._token_text)
 
+    def message(self, text: str) -> None:
+        self._progress.message(text)
+
     def evaluation(self, row: dict[str, Any]) -> None:
         self._folder.evaluation(row)
         self._progress.evaluation(row)
+        self._tracking.evaluation(row)
 
     def event(self, actor: Any, phase: str, start_s: float, end_s: float, step: int) -> None:
         self._folder.event(actor, phase, start_s - self._origin_s, end_s - self._origin_s, step)
+        self.watchdog.progress()
 
 
 def claim_folder(run_dir: str) -> Path:

@@ -22,8 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-Finish = Literal["stop", "length", "error"]
-Status = Literal["right", "wrong", "unparsable", "truncated", "error"]
+# stop: an end token or a stop string. length: the limit of tokens. canceled: ended from outside, keeping its tokens.
+# too_long: the prompt left no room for a response, and long prompts are dropped. error: the engine failed on it.
+Finish = Literal["stop", "length", "canceled", "too_long", "error"]
+LongPrompts = Literal["refuse", "drop"]
+Status = Literal["right", "wrong", "unparsable", "truncated", "timeout", "error"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,10 @@ class Rollout:
     top_logp: NDArray[np.float32] | None = None  # [n, K], -inf where not sampled
     prompt_text: str = ""
     consumed: Consumed | None = None
+    # the tokens that top-p or top-k left to draw from at every sampled position, one set after the other
+    support_ids: NDArray[Any] | None = None  # [sum of lengths] uint16 or int32
+    support_lengths: NDArray[np.int32] | None = None  # [n], 0 where not sampled
+    finished_version: int = -1  # of the engine when the response ended; -1 = that of its newest token
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -84,10 +91,15 @@ class Rollout:
                 f"rollout of {self.prompt_id}: {len(self.routed_experts)} rows of routed experts for {n} tokens; "
                 f"one row per input token, {n - 1}, is needed"
             )
-        for name in ("top_ids", "top_logp"):
+        for name in ("top_ids", "top_logp", "support_lengths"):
             rows = getattr(self, name)
             if rows is not None and len(rows) != n:
                 raise ValueError(f"rollout of {self.prompt_id}: {name} has {len(rows)} rows for {n} tokens")
+        if (self.support_ids is None) != (self.support_lengths is None):
+            raise ValueError(f"rollout of {self.prompt_id}: support_ids and support_lengths come together")
+        named = 0 if self.support_lengths is None else int(self.support_lengths.sum())
+        if self.support_ids is not None and len(self.support_ids) != named:
+            raise ValueError(f"rollout of {self.prompt_id}: {len(self.support_ids)} support ids for sets of {named}")
 
     @property
     def num_sampled(self) -> int:
@@ -104,10 +116,10 @@ class Rollout:
         logp = self.behavior_logp[self.loss_mask]
         return self.finish != "error" and len(logp) > 0 and bool(np.isfinite(logp).all() and (logp <= 0).all())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, *, with_likeliest: bool = False) -> dict[str, Any]:
         """A JSON object that `from_json` turns back into the same rollout, to the last bit.
 
-        The likeliest tokens are left out.
+        Without `with_likeliest` the likeliest tokens at every position are left out: they may be a whole vocabulary.
         """
         experts, consumed = self.routed_experts, self.consumed
         old_logp = consumed.old_logp if consumed else None
@@ -118,14 +130,11 @@ class Rollout:
             "loss_mask": self.loss_mask.astype(int).tolist(),
             "behavior_logp": self.behavior_logp.tolist(),
             "versions": self.versions.tolist(),
-            "routed_experts": None
-            if experts is None
-            else {
-                "dtype": str(experts.dtype),
-                "shape": list(experts.shape),
-                "base64": base64.b64encode(np.ascontiguousarray(experts).tobytes()).decode("ascii"),
-            },
+            "routed_experts": _array_to_json(experts),
+            "support_ids": _array_to_json(self.support_ids),
+            "support_lengths": None if self.support_lengths is None else self.support_lengths.tolist(),
             "finish": self.finish,
+            "finished_version": self.finished_version,
             "prompt_text": self.prompt_text,
             "text": self.text,
             "reward": self.reward,
@@ -134,11 +143,13 @@ class Rollout:
             "advantage": consumed.advantage if consumed else None,
             "trainer_logp": consumed.trainer_logp.tolist() if consumed else None,
             "old_logp": None if old_logp is None else old_logp.tolist(),
+            "top_ids": _array_to_json(self.top_ids if with_likeliest else None),
+            "top_logp": _array_to_json(self.top_logp if with_likeliest else None),
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Rollout:
-        experts, old_logp = data["routed_experts"], data.get("old_logp")
+        support_lengths, old_logp = data.get("support_lengths"), data.get("old_logp")
         return cls(
             prompt_id=data["prompt_id"],
             group=data["group"],
@@ -146,9 +157,7 @@ class Rollout:
             loss_mask=np.asarray(data["loss_mask"], bool),
             behavior_logp=np.asarray(data["behavior_logp"], np.float32),
             versions=np.asarray(data["versions"], np.int32),
-            routed_experts=None
-            if experts is None
-            else np.frombuffer(base64.b64decode(experts["base64"]), experts["dtype"]).reshape(experts["shape"]),
+            routed_experts=_array_from_json(data["routed_experts"]),
             finish=data["finish"],
             text=data["text"],
             reward=float("nan") if data["reward"] is None else data["reward"],  # JSON has no NaN
@@ -162,7 +171,28 @@ class Rollout:
                 trainer_logp=np.asarray(data["trainer_logp"], np.float32),
                 old_logp=None if old_logp is None else np.asarray(old_logp, np.float32),
             ),
+            top_ids=_array_from_json(data.get("top_ids")),
+            top_logp=_array_from_json(data.get("top_logp")),
+            finished_version=data.get("finished_version", -1),
+            support_ids=_array_from_json(data.get("support_ids")),
+            support_lengths=None if support_lengths is None else np.asarray(support_lengths, np.int32),
         )
+
+
+def _array_to_json(array: NDArray[Any] | None) -> dict[str, Any] | None:
+    if array is None:
+        return None
+    return {
+        "dtype": str(array.dtype),
+        "shape": list(array.shape),
+        "base64": base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii"),
+    }
+
+
+def _array_from_json(data: dict[str, Any] | None) -> NDArray[Any] | None:
+    if data is None:
+        return None
+    return np.frombuffer(base64.b64decode(data["base64"]), data["dtype"]).reshape(data["shape"])
 
 
 @dataclass(frozen=True)
@@ -177,7 +207,13 @@ class GenerationRequest:
     max_response_tokens: int
     temperature: float
     seed: int
+    first: int = 0  # position of the first prompt in the stream that the seed is for: each has its own random numbers
     top_logprobs: int = 0  # how many of the likeliest tokens to report with each sampled one
+    top_p: float = 1.0  # draw from the smallest set of likeliest tokens with at least this mass; 1 = from all
+    top_k: int = 0  # draw from so many of the likeliest tokens; 0 = from all
+    stop: tuple[str, ...] = ()  # strings that end a response, which keeps them
+    min_response_tokens: int = 0  # no end before; such log-probabilities are not those that a trainer computes
+    long_prompts: LongPrompts = "refuse"  # what to do with a prompt that leaves no room for its response
 
 
 @dataclass(frozen=True)
@@ -221,6 +257,8 @@ class TrainBatch:
     sources: list[int]  # [S] which of the rollouts that were packed
     top_ids: Tensor | None = None  # [S, W, K] int64
     top_logp: Tensor | None = None  # [S, W, K] float32
+    support_ids: list[Tensor] | None = None  # [S], each [sum of its row of support_lengths] int64
+    support_lengths: Tensor | None = None  # [S, W] int64, 0 where not sampled
 
     def rows(self, start: int, stop: int) -> TrainBatch:
         """The same micro-batch cut down to some of its sequences."""

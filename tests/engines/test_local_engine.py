@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -9,13 +12,13 @@ import torch
 from steadyrl.config import ArithmeticTask
 from steadyrl.engines.base import weights_checksum
 from steadyrl.engines.build import build_local_engine
-from steadyrl.engines.local_engine import draw
+from steadyrl.engines.local_engine import LocalEngine
 from steadyrl.errors import EngineError
-from steadyrl.models.load import load_model
+from steadyrl.models.load import eos_token_ids, load_model
 from steadyrl.models.logprobs import token_logp
 from steadyrl.models.routing import record_routing
 from steadyrl.tasks.arithmetic import Arithmetic
-from steadyrl.types import GenerationRequest
+from steadyrl.types import GenerationRequest, Prompt, Rollout
 
 TINY = "bundled:tiny_moe"
 
@@ -106,20 +109,6 @@ def test_bfloat16_differs_a_little_from_float32(tokenizer, model):
     assert 1e-5 < np.mean(gaps) < 0.05
 
 
-def test_draws_follow_the_distribution():
-    logp = torch.log_softmax(torch.tensor([[0.0, 1.0, -torch.inf, 2.0]]), dim=-1).expand(200_000, 4)
-    noise = torch.rand(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    shares = torch.bincount(draw(logp, noise), minlength=4) / 200_000
-    torch.testing.assert_close(shares, logp[0].exp(), atol=5e-3, rtol=0)
-    assert shares[2] == 0
-
-
-def test_draws_at_the_edges_stay_inside():
-    logp = torch.log_softmax(torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]] * 2), dim=-1)
-    edge = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64)
-    assert draw(logp, edge).tolist() == [1, 2]
-
-
 def test_weights_arrive_in_the_engine_s_dtype():
     built = build_local_engine(TINY, "bfloat16", 8, records_routing=False)
     weights = {name: p.detach() + 0.01 for name, p in load_model(TINY, torch.float32).named_parameters()}
@@ -136,9 +125,11 @@ def test_weights_that_do_not_map_are_refused():
     lost = {name: w for name, w in weights.items() if name != "lm_head.weight"}
     with pytest.raises(EngineError, match=r"lm_head\.weight"):
         built.load_weights(lost, version=6)
+    before = weights_checksum(dict(built._model.named_parameters()))
     with pytest.raises(EngineError, match="shape"):
-        built.load_weights({**weights, "lm_head.weight": torch.zeros(3, 3)}, version=6)
+        built.load_weights({**{n: w + 1 for n, w in weights.items()}, "lm_head.weight": torch.zeros(3, 3)}, version=6)
     assert built.version == 5
+    assert weights_checksum(dict(built._model.named_parameters())) == before, "part of the weights arrived"
 
 
 def test_logits_that_are_not_numbers_fail_the_response_and_no_other(tokenizer):
@@ -170,3 +161,175 @@ def test_the_likeliest_tokens_are_reported_when_asked_for(tokenizer, model):
         row = expected[position - 1][torch.tensor(rollout.top_ids[position]).long()]
         torch.testing.assert_close(row, torch.tensor(rollout.top_logp[position]), atol=2e-4, rtol=0)
     assert engine().generate(request(tokenizer))[0].top_ids is None
+
+
+# ---- top-p, top-k, stops and limits ----
+
+
+def restricted(wanted: GenerationRequest, **settings) -> GenerationRequest:
+    return dataclasses.replace(wanted, **settings)
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.8}, {"top_k": 2}, {"top_p": 0.9, "top_k": 5}])
+def test_the_support_of_every_sampled_token_is_recorded(tokenizer, model, settings):
+    """Renormalized over it, a plain forward pass gives the reported log-probability."""
+    for rollout in engine().generate(restricted(request(tokenizer, temperature=1.3), **settings))[::3]:
+        assert rollout.support_ids is not None
+        assert rollout.support_lengths is not None
+        assert rollout.support_ids.dtype == np.uint16
+        assert not rollout.support_lengths[~rollout.loss_mask].any()
+        with torch.no_grad():
+            logits = model(torch.tensor(rollout.token_ids).long().unsqueeze(0)).logits[0] / 1.3
+        end = np.cumsum(rollout.support_lengths)
+        for position in np.flatnonzero(rollout.loss_mask):
+            allowed = rollout.support_ids[end[position] - rollout.support_lengths[position] : end[position]]
+            assert rollout.token_ids[position] in allowed
+            assert len(allowed) <= settings.get("top_k", 128)
+            row = logits[position - 1]
+            logp = row[rollout.token_ids[position]] - torch.logsumexp(row[torch.tensor(allowed.astype(int))], 0)
+            assert float(logp) == pytest.approx(rollout.behavior_logp[position], abs=2e-4)
+    assert engine().generate(request(tokenizer))[0].support_ids is None
+
+
+def test_a_rollout_with_its_support_survives_json(tokenizer):
+    rollout = engine().generate(restricted(request(tokenizer), top_p=0.9))[0]
+    again = Rollout.from_json(json.loads(json.dumps(rollout.to_json())))
+    assert again.support_ids is not None
+    assert rollout.support_ids is not None
+    assert again.support_ids.dtype == rollout.support_ids.dtype
+    assert again.support_ids.tolist() == rollout.support_ids.tolist()
+    assert again.support_lengths is not None
+    assert rollout.support_lengths is not None
+    assert again.support_lengths.tolist() == rollout.support_lengths.tolist()
+
+
+def test_one_token_left_is_greedy_and_certain(tokenizer):
+    first, second = (engine().generate(restricted(request(tokenizer), top_k=1, seed=seed)) for seed in (1, 2))
+    assert [rollout.text for rollout in first] == [rollout.text for rollout in second]
+    assert not any(rollout.behavior_logp.any() for rollout in first)
+
+
+def test_a_stop_string_ends_a_response_and_nothing_is_appended(tokenizer):
+    plain = engine().generate(request(tokenizer))
+    for rollout, free in zip(engine().generate(restricted(request(tokenizer), stop=(",",))), plain, strict=True):
+        prompt_length = int((~rollout.loss_mask).sum())
+        assert rollout.token_ids.tolist() == free.token_ids.tolist()[: len(rollout.token_ids)]
+        assert rollout.finish == "stop"
+        assert rollout.text == (free.text.split(",")[0] + "," if "," in free.text else free.text)
+        assert tokenizer.decode(rollout.token_ids[prompt_length:], skip_special_tokens=True) == rollout.text
+        assert rollout.loss_mask[prompt_length:].all()
+        assert (rollout.behavior_logp[prompt_length:] < 0).all()
+
+
+def test_every_end_token_ends_a_response(tokenizer, model):
+    """Those of the generation config too, which may be a list."""
+    two = tokenizer.convert_tokens_to_ids("2")
+    model.generation_config.eos_token_id = [two, tokenizer.eos_token_id]
+    built = LocalEngine(
+        model, tokenizer, eos_token_ids=eos_token_ids(model, tokenizer), max_sequences=64, records_routing=False
+    )
+    rollouts = built.generate(request(tokenizer))
+    assert {rollout.token_ids[-1] for rollout in rollouts} == {two, tokenizer.eos_token_id}
+    assert all(two not in rollout.token_ids[rollout.loss_mask][:-1] for rollout in rollouts)
+    assert {rollout.finish for rollout in rollouts} == {"stop"}
+
+
+def test_no_response_ends_before_its_least_number_of_tokens(tokenizer):
+    for rollout in engine().generate(restricted(request(tokenizer), min_response_tokens=20, max_response_tokens=24)):
+        assert 20 < rollout.num_sampled <= 24
+        assert tokenizer.eos_token_id not in rollout.token_ids[rollout.loss_mask][:20]
+
+
+def too_long(tokenizer, **settings) -> GenerationRequest:
+    wanted = request(tokenizer, prompts=3)
+    prompts = [wanted.prompts[0], Prompt("long", np.full(490, 5, np.int32), "", ""), wanted.prompts[1]]
+    return restricted(wanted, prompts=prompts, max_response_tokens=23, **settings)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(tokenizer):
+    built = engine()
+    with pytest.raises(EngineError, match=r"long has 490 tokens.*512 positions.*long_prompts"):
+        built.generate(too_long(tokenizer))
+    assert built.num_waiting == 0
+
+
+def test_or_dropped_and_no_other_changes(tokenizer):
+    rollouts = engine().generate(too_long(tokenizer, long_prompts="drop"))
+    assert [rollout.finish == "too_long" for rollout in rollouts] == [False] * 4 + [True] * 4 + [False] * 4
+    for rollout in rollouts[4:8]:
+        assert (rollout.prompt_id, rollout.num_sampled, rollout.is_trainable) == ("long", 0, False)
+    fitting = too_long(tokenizer)
+    alone = engine().generate(restricted(fitting, prompts=fitting.prompts[:1]))
+    assert [rollout.text for rollout in rollouts[:4]] == [rollout.text for rollout in alone]
+    assert len(engine().generate(restricted(too_long(tokenizer), max_response_tokens=22))) == 12  # 490 + 22 = 512
+
+
+# ---- response by response ----
+
+
+def test_responses_come_as_they_finish_and_are_those_of_generate(tokenizer):
+    wanted = request(tokenizer)
+    built = engine(max_sequences=7)
+    ids = built.submit(wanted)
+    arrived: dict[int, Rollout] = {}
+    steps = 0
+    while built.num_running or built.num_waiting:
+        finished = built.step()
+        assert not finished.keys() & arrived.keys()
+        arrived |= finished
+        steps += 1
+    assert steps > 10
+    expected = engine(max_sequences=7).generate(wanted)
+    for sequence_id, rollout in zip(ids, expected, strict=True):
+        assert arrived[sequence_id].token_ids.tolist() == rollout.token_ids.tolist()
+        assert arrived[sequence_id].behavior_logp.tolist() == rollout.behavior_logp.tolist()
+
+
+def test_generate_in_between_loses_none_of_the_others(tokenizer):
+    built = engine(max_sequences=8)
+    ids = built.submit(request(tokenizer))
+    built.step()
+    between = built.generate(request(tokenizer, prompts=3))
+    assert len(between) == 12
+    arrived = built.step()
+    while built.num_running or built.num_waiting:
+        arrived |= built.step()
+    assert arrived.keys() == set(ids)
+
+
+def test_an_update_in_the_middle_of_a_response(tokenizer):
+    """Three tokens of version 5, the rest of version 6, and each token says which."""
+    built = engine()
+    ids = built.submit(request(tokenizer, prompts=3))
+    arrived = {}
+    for _ in range(3):
+        arrived |= built.step()
+    weights = {name: p + 0.01 for name, p in load_model(TINY, torch.float32).named_parameters()}
+    built.load_weights(weights, version=6)
+    while built.num_running:
+        arrived |= built.step()
+    versions = [arrived[sequence_id].versions[arrived[sequence_id].loss_mask].tolist() for sequence_id in ids]
+    assert any(len(of_tokens) > 3 for of_tokens in versions)
+    for of_tokens in versions:
+        assert of_tokens == ([5] * 3 + [6] * len(of_tokens))[: len(of_tokens)]
+
+
+def test_overdue_responses_are_canceled_with_what_they_have(tokenizer):
+    built = engine(max_sequences=4)
+    ids = built.submit(restricted(request(tokenizer), min_response_tokens=32))
+    assert built.overdue(tokens=0, seconds=0.0) == []  # none has a place yet
+    for _ in range(5):
+        built.step()
+    assert built.overdue(tokens=6) == built.overdue(seconds=1e6) == []
+    assert built.overdue(tokens=5) == built.overdue(seconds=0.0) == ids[:4]
+    rollout = built.cancel(ids[0])
+    assert (rollout.finish, rollout.num_sampled) == ("canceled", 5)
+    assert rollout.is_trainable
+    assert rollout.routed_experts is not None
+    assert len(rollout.routed_experts) == len(rollout.token_ids) - 1
+    assert not built.cancel(ids[-1]).is_trainable  # it never ran
+    assert (built.num_running, built.num_waiting) == (3, len(ids) - 5)
+    arrived = {}
+    while built.num_running or built.num_waiting:
+        arrived |= built.step()
+    assert arrived.keys() == set(ids) - {ids[0], ids[-1]}

@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from steadyrl.config import EvaluationConfig
-from steadyrl.errors import EngineError
-from steadyrl.evaluation.evaluate import evaluation_request, mean_and_se, pass_at_k, score
+from steadyrl.errors import ConfigError, EngineError
+from steadyrl.evaluation.evaluate import evaluation_request, score
+from steadyrl.tasks.base import Grade
 from steadyrl.types import Prompt, Rollout
 
 
 class YesTask:
-    """Takes "yes" for right, and grades truncated and failed ones too, which the score must not trust."""
+    """Takes "yes" for right, and everything else for a wrong answer of its own."""
+
+    grader = "yes or no"
+    template = "none"
+    data: ClassVar = {}
+
+    def __init__(self, test_size: int | None = None) -> None:
+        self.test_size = test_size
 
     def prompts(self, split, start, count):
         return [
             Prompt(f"{split}/{i}", np.array([1], np.int32), f"question {i}", "yes") for i in range(start, start + count)
         ]
 
-    def grade(self, prompt, rollout):
-        assert prompt.prompt_id == rollout.prompt_id
-        return (1.0, "right") if rollout.text == prompt.answer else (0.0, "wrong")
+    def grade_all(self, prompts, responses):
+        return [
+            Grade(1.0, "right", text) if text == prompt.answer else Grade(0.0, "wrong", text)
+            for prompt, text in zip(prompts, responses, strict=True)
+        ]
+
+    def close(self) -> None: ...
 
 
 def request(prompts: int, k: int):
-    config = EvaluationConfig(prompts=prompts, samples_per_prompt=k, temperature=0.7, max_response_tokens=9)
+    config = EvaluationConfig(
+        prompts=prompts,
+        samples_per_prompt=k,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=20,
+        stop=("\n\n",),
+        max_response_tokens=9,
+    )
     return evaluation_request(YesTask(), config, seed=5)
 
 
@@ -62,6 +82,14 @@ def test_the_request_covers_the_held_out_set_with_the_settings_of_the_evaluation
     made = request(4, 2)
     assert [prompt.prompt_id for prompt in made.prompts] == ["test/0", "test/1", "test/2", "test/3"]
     assert (made.samples_per_prompt, made.temperature, made.max_response_tokens, made.seed) == (2, 0.7, 9, 5)
+    assert (made.top_p, made.top_k, made.stop) == (0.9, 20, ("\n\n",))
+
+
+def test_no_number_of_prompts_means_all_of_a_data_set():
+    config = EvaluationConfig(prompts=0)
+    assert len(evaluation_request(YesTask(test_size=30), config, seed=0).prompts) == 30
+    with pytest.raises(ConfigError, match=r"evaluation\.prompts = 0 means a whole data set"):
+        evaluation_request(YesTask(), config, seed=0)
 
 
 def test_hand_computed_row():
@@ -71,11 +99,27 @@ def test_hand_computed_row():
     assert row["avg_at_k_se"] == pytest.approx(math.sqrt(13 / 24 / 2 / 3), abs=1e-12)
     assert row["pass_at_k"] == pytest.approx(2 / 3, abs=1e-12)
     assert row["pass_at_k_se"] == pytest.approx(1 / 3, abs=1e-12)
-    assert {name: row[name] for name in ("k", "prompts", "samples", "temperature", "max_response_tokens", "seed")} == {
-        "k": 4, "prompts": 3, "samples": 12, "temperature": 0.7, "max_response_tokens": 9, "seed": 5,
+    # majorities: 1, 0 (three times "no" against one "yes"), 0
+    assert row["maj_at_k"] == pytest.approx(1 / 3, abs=1e-12)
+    # chances of a right one among 2 of 4: 1, 1 - C(3, 2) / C(4, 2) = 1/2, 0
+    assert row["pass_at"]["2"]["value"] == pytest.approx(1 / 2, abs=1e-12)
+    assert list(row["pass_at"]) == ["1", "2", "4"]
+    assert row["pass_at"]["1"]["value"] == row["avg_at_k"]
+    assert row["pass_at"]["4"]["value"] == row["pass_at_k"]
+    assert row["right"] == [4, 1, 0]
+    assert row["statuses"] == {"right": 5, "wrong": 7, "unparsable": 0, "truncated": 0, "timeout": 0, "error": 0}
+
+
+def test_a_row_says_what_it_was_measured_with():
+    row = score(YesTask(), request(3, 4), answers("yyyy", "ynnn", "nnnn"))
+    settings = {
+        "k": 4, "prompts": 3, "samples": 12, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "stop": ["\n\n"],
+        "max_response_tokens": 9, "seed": 5, "version": 3, "grader": "yes or no", "template": "none",
     }  # fmt: skip
-    assert row["version"] == 3
-    assert row["statuses"] == {"right": 5, "wrong": 7, "unparsable": 0, "truncated": 0, "error": 0}
+    assert {name: row[name] for name in settings} == settings
+    other = score(YesTask(), request(2, 4), answers("yyyy", "ynnn"))
+    assert other["data_checksum"] != row["data_checksum"]
+    assert row["response_tokens"] == 2.0
     assert json.loads(json.dumps(row, allow_nan=False)) == row
 
 
@@ -94,7 +138,6 @@ def test_samples_of_one_problem_do_not_shrink_the_error():
 def test_the_error_of_one_problem_is_unknown_not_zero():
     row = score(YesTask(), request(1, 4), answers("yynn"))
     assert (row["avg_at_k"], row["avg_at_k_se"], row["pass_at_k_se"]) == (0.5, None, None)
-    assert mean_and_se([0.25, 0.25]) == (0.25, 0.0)
 
 
 def test_truncated_samples_are_counted_and_wrong():
@@ -105,24 +148,12 @@ def test_truncated_samples_are_counted_and_wrong():
     assert row["statuses"]["truncated"] == 3
 
 
-def test_a_failed_sample_stays_in_the_count():
+@pytest.mark.parametrize("finish", ["error", "too_long"])
+def test_a_failed_sample_stays_in_the_count(finish: str):
     rollouts = answers("y", "y")
-    rollouts[1] = rollout("test/1", finish="error", versions=())
+    rollouts[1] = rollout("test/1", finish=finish, versions=())
     row = score(YesTask(), request(2, 1), rollouts)
     assert (row["avg_at_k"], row["statuses"]["error"], row["samples"]) == (0.5, 1, 2)
-
-
-@pytest.mark.parametrize("n", range(1, 7))
-def test_pass_at_k_is_what_enumeration_says(n: int):
-    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
-        draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
-        assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
-
-
-@pytest.mark.parametrize(("n", "c", "k"), [(3, 1, 4), (3, 4, 1), (3, -1, 1), (3, 1, 0)])
-def test_pass_at_k_refuses_impossible_counts(n: int, c: int, k: int):
-    with pytest.raises(ValueError, match="needs 1 <= k <= n"):
-        pass_at_k(n, c, k)
 
 
 @pytest.mark.parametrize("versions", [((3, 3), (4, 4)), ((3, 4), (3, 3)), ((-1, -1), (-1, -1)), ((), ())], ids=str)

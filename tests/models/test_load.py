@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from models.families import build
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
 from transformers import (
+    Gemma3Config,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -19,11 +22,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from steadyrl.config import ModelConfig
 from steadyrl.errors import ConfigError
 from steadyrl.models.load import (
     context_length,
     eos_token_ids,
     load_model,
+    load_policy,
     load_tokenizer,
     resolve_path,
     save_model,
@@ -47,7 +52,7 @@ SIZES = {
 
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<pad>"
@@ -126,8 +131,65 @@ def test_end_tokens_of_a_model_that_names_none_come_from_the_tokenizer(tokenizer
     assert eos_token_ids(model, tokenizer) == frozenset()
 
 
+def test_a_padding_token_that_ends_a_response_still_ends_it(tokenizer, tmp_path):
+    model = llama(pad_token_id=2, eos_token_id=[2, 3])
+    tokenizer.pad_token = tokenizer.eos_token
+    save_model(model, tokenizer, tmp_path)
+    loaded = load_model(str(tmp_path), torch.float32)
+    assert loaded.config.pad_token_id == 2
+    assert eos_token_ids(loaded, load_tokenizer(str(tmp_path))) == {2, 3}
+
+
 def test_context_length_is_that_of_the_positions():
     assert context_length(llama(max_position_embeddings=48)) == 48
+
+
+def test_context_length_of_a_model_that_also_sees_is_that_of_its_text():
+    text = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 40}
+    model = llama()
+    model.config = Gemma3Config(text_config=text, vision_config={"hidden_size": 8, "num_hidden_layers": 1})
+    assert context_length(model) == 40
+
+
+@pytest.mark.parametrize(("attention", "wanted"), [("auto", "sdpa"), ("sdpa", "sdpa"), ("eager", "eager")])
+def test_attention_is_the_one_of_the_recipe(attention, wanted, tokenizer, tmp_path):
+    model = llama().eval()
+    save_model(model, tokenizer, tmp_path)
+    loaded = load_policy(ModelConfig(path=str(tmp_path), attention=attention))
+    assert loaded.config._attn_implementation == wanted
+    ids = torch.tensor([[1, 4, 5, 6]])
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-6, rtol=1e-5)
+
+
+def test_a_model_without_the_attention_asked_for_says_which_it_has(tokenizer, tmp_path):
+    save_model(build("GptOss", vocab_size=len(WORDS)), tokenizer, tmp_path)
+    assert load_model(str(tmp_path), torch.float32).config._attn_implementation == "eager"
+    with pytest.raises(ConfigError, match=r"has no sdpa attention: set model\.attention to auto or eager"):
+        load_policy(ModelConfig(path=str(tmp_path), attention="sdpa"))
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3Moe", "Llama", "Mixtral", "Olmoe"])
+def test_families_are_loaded_with_their_bits(family, tokenizer, tmp_path):
+    model = build(family, vocab_size=len(WORDS))
+    save_model(model, tokenizer, tmp_path)
+    loaded = load_model(str(tmp_path), torch.float32)
+    assert_same_weights(loaded, model)
+    ids = torch.tensor([[1, 4, 5, 6]])
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_the_policy_has_float32_weights_and_recomputes_its_layers_if_asked_to(tokenizer, tmp_path):
+    save_model(llama(), tokenizer, tmp_path)
+    entered = []
+    for recomputes in (False, True):
+        model = load_policy(ModelConfig(path=str(tmp_path), dtype="bfloat16", gradient_checkpointing=recomputes))
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        assert not model.training
+        calls = []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        model(torch.tensor([[1, 4, 5, 6]])).logits.sum().backward()
+        entered.append(len(calls))
+    assert entered == [1, 2]
 
 
 def test_folders_hub_names_and_package_files_are_told_apart(tmp_path, monkeypatch):

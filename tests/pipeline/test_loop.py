@@ -15,6 +15,7 @@ from steadyrl.config import RunConfig
 from steadyrl.errors import EngineError, TrainingError
 from steadyrl.pipeline.backend import Generated
 from steadyrl.pipeline.loop import TrainingLoop
+from steadyrl.tasks.base import Grade
 from steadyrl.trainer.base import StepResult
 from steadyrl.types import GenerationRequest, Prompt, Rollout, RolloutBatch, StepReport
 
@@ -88,10 +89,10 @@ class StubTask:
     def prompts(self, split, start: int, count: int) -> list[Prompt]:
         return [Prompt(f"{split}/{i}", np.array([1, 2], np.int32), "", "") for i in range(start, start + count)]
 
-    def grade(self, prompt: Prompt, rollout: Rollout):
-        if self.error and prompt.prompt_id == "train/4":
+    def grade_all(self, prompts, responses):
+        if self.error and any(prompt.prompt_id == "train/4" for prompt in prompts):
             raise self.error
-        return 1.0, "right"
+        return [Grade(1.0, "right", None) for _ in responses]
 
 
 class StubEvaluation:
@@ -118,6 +119,7 @@ class StubObserver:
         self.evaluations.append(row)
 
     def event(self, *_event) -> None: ...
+    def message(self, text: str) -> None: ...
 
 
 def rollout(prompt: Prompt, group: int, version: int) -> Rollout:

@@ -22,6 +22,7 @@ import torch
 from steadyrl.errors import EngineError
 from steadyrl.pipeline import process_backend, weights
 from steadyrl.pipeline.backend import EngineSpec
+from steadyrl.pipeline.group_stream import Stragglers
 from steadyrl.pipeline.process_backend import ProcessBackend
 from steadyrl.pipeline.weights import WeightLayout, WeightSlot
 from steadyrl.types import GenerationRequest, Prompt
@@ -30,7 +31,9 @@ WEIGHTS = {"w": torch.arange(1000.0)}
 
 
 def spec(timeout_s: float = 1.0, start_timeout_s: float = 120.0) -> EngineSpec:
-    return EngineSpec("bundled:tiny_moe", "float32", 8, False, 1, start_timeout_s, timeout_s)
+    return EngineSpec(
+        "bundled:tiny_moe", "float32", 8, False, 1, start_timeout_s, timeout_s, "keep", Stragglers(0.0, are_kept=False)
+    )
 
 
 def request(tokens: int = 4, prompts: int = 2, samples: int = 2) -> GenerationRequest:
@@ -226,9 +229,13 @@ TRAINER = """
 import time, torch
 from steadyrl.models.load import load_model
 from steadyrl.pipeline.backend import EngineSpec
+from steadyrl.pipeline.group_stream import Stragglers
 from steadyrl.pipeline.process_backend import ProcessBackend
+spec = EngineSpec(
+    "bundled:tiny_moe", "float32", 8, False, 1, 120.0, 60.0, "keep", Stragglers(0.0, are_kept=False)
+)
 weights = dict(load_model("bundled:tiny_moe", torch.float32).named_parameters())
-backend = ProcessBackend(EngineSpec("bundled:tiny_moe", "float32", 8, False, 1, 120.0, 60.0), weights)
+backend = ProcessBackend(spec, weights)
 print(backend._process.pid, flush=True)
 time.sleep(120)
 """

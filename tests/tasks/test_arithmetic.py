@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from steadyrl.config import ArithmeticTask
 from steadyrl.errors import ConfigError
 from steadyrl.tasks.arithmetic import Arithmetic, question, split_of, steps
-from steadyrl.types import Rollout
 
 
 @pytest.fixture
 def task(tokenizer):
     return Arithmetic(ArithmeticTask(), tokenizer, seed=3)
-
-
-def answer(text: str, finish="stop") -> Rollout:
-    empty = np.zeros(1)
-    return Rollout(
-        "x", 0, empty.astype(np.int32), empty > 0, empty.astype(np.float32), empty.astype(np.int32), None, finish, text
-    )
 
 
 def test_train_and_test_are_disjoint_and_the_test_has_no_doubles(task):
@@ -51,23 +42,32 @@ def test_a_prompt_is_its_text_behind_one_bos(tokenizer, task):
 
 
 @pytest.mark.parametrize(
-    ("offset", "form", "finish", "expected"),
+    ("offset", "form", "expected"),
     [
-        (0, "11,{}", "stop", (1.0, "right")),
-        (0, "{}", "stop", (1.0, "right")),
-        (0, "0{}", "stop", (1.0, "right")),
-        (1, "11,{}", "stop", (0.0, "wrong")),
-        (0, "{},11", "stop", (0.0, "wrong")),
-        (0, "11,{}", "length", (0.0, "truncated")),
-        (0, "11,{},", "stop", (0.0, "unparsable")),
-        (0, "", "stop", (0.0, "unparsable")),
-        (0, "11,{}=", "stop", (0.0, "unparsable")),
-        (0, "11,-{}", "stop", (0.0, "unparsable")),
+        (0, "11,{}", (1.0, "right")),
+        (0, "{}", (1.0, "right")),
+        (0, "0{}", (1.0, "right")),
+        (1, "11,{}", (0.0, "wrong")),
+        (0, "{},11", (0.0, "wrong")),
+        (0, "11," + 5000 * "9", (0.0, "wrong")),
+        (0, "11,{},", (0.0, "unparsable")),
+        (0, "", (0.0, "unparsable")),
+        (0, "11,{}=", (0.0, "unparsable")),
+        (0, "11,-{}", (0.0, "unparsable")),
     ],
 )
-def test_grading(task, offset, form, finish, expected):
+def test_grading(task, offset, form, expected):
     prompt = task.prompts("train", 0, 1)[0]
-    assert task.grade(prompt, answer(form.format(int(prompt.answer) + offset), finish)) == expected
+    grade = task.grade_all([prompt], [form.format(int(prompt.answer) + offset)])[0]
+    assert (grade.reward, grade.status) == expected
+    assert (grade.answer is None) == (grade.status == "unparsable")
+
+
+def test_grades_come_in_order_with_the_answer_in_one_spelling(task):
+    prompts = task.prompts("train", 0, 3)
+    responses = [f"1,00{prompts[0].answer}", "no", prompts[2].answer]
+    found = [(grade.status, grade.answer) for grade in task.grade_all(prompts, responses)]
+    assert found == [("right", prompts[0].answer), ("unparsable", None), ("right", prompts[2].answer)]
 
 
 def test_steps_end_in_the_sum():

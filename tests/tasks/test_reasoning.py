@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from steadyrl.config import ReasoningTask
 from steadyrl.errors import ConfigError
 from steadyrl.tasks.reasoning import ReasoningGymTask, last_number
-from steadyrl.types import Rollout
 
 EASY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -33,20 +32,6 @@ def make(tokenizer):
         return ReasoningGymTask(ReasoningTask(name="reasoning_gym", **{"options": EASY, **changes}), tokenizer, seed)
 
     return _make
-
-
-def response(prompt, text: str, finish: str = "stop") -> Rollout:
-    return Rollout(
-        prompt_id=prompt.prompt_id,
-        group=0,
-        token_ids=np.zeros(2, np.int32),
-        loss_mask=np.array([False, True]),
-        behavior_logp=np.zeros(2, np.float32),
-        versions=np.array([-1, 0], np.int32),
-        routed_experts=None,
-        finish=finish,
-        text=text,
-    )
 
 
 @pytest.mark.parametrize(
@@ -137,15 +122,16 @@ def test_grading(make):
     task = make()
     prompt = next(prompt for prompt in task.prompts("train", 0, 50) if int(prompt.answer) > 9)
     right = prompt.answer
-    assert task.grade(prompt, response(prompt, f"7 + 5 = {right}.")) == (1.0, "right")
-    assert task.grade(prompt, response(prompt, f"0{right}")) == (1.0, "right")
-    assert task.grade(prompt, response(prompt, f"{right} or 3")) == (0.0, "wrong")
-    assert task.grade(prompt, response(prompt, f"-{right}")) == (0.0, "wrong")
-    # the scorer of the package gives partial credit to an answer that contains the right one
-    assert task.grade(prompt, response(prompt, f"{right}0")) == (0.0, "wrong")
-    assert task.grade(prompt, response(prompt, "I do not know")) == (0.0, "unparsable")
-    assert task.grade(prompt, response(prompt, right, finish="length")) == (0.0, "truncated")
-    assert task.grade(prompt, response(prompt, right, finish="error")) == (0.0, "error")
+    cases = {
+        f"7 + 5 = {right}.": (1.0, "right", right),
+        f"0{right}": (1.0, "right", right),
+        f"{right} or 3": (0.0, "wrong", "3"),
+        f"-{right}": (0.0, "wrong", f"-{right}"),
+        # the scorer of the package gives partial credit to an answer that contains the right one
+        f"{right}0": (0.0, "wrong", f"{right}0"),
+        "I do not know": (0.0, "unparsable", None),
+    }
+    assert task.grade_all([prompt] * len(cases), list(cases)) == list(cases.values())
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,11 @@ class FakeLearner:
 
 def save(root: Path, version: int, keep: int = 3) -> Path:
     snapshots = {version - 1: {"w": torch.full((2, 2), float(version))}}
-    return save_checkpoint(root, FakeLearner(version), state(version), snapshots, keep)  # type: ignore[arg-type]
+    return save_checkpoint(root, FakeLearner(version), lambda _: state(version), snapshots, keep)  # type: ignore[arg-type]
 
 
 def state(version: int) -> dict:
-    return {"step": version, "counters": {}, "evaluated": -1, "config": {}}
+    return {"step": version, "counters": {}, "evaluated": -1, "source": {}, "config": {}}
 
 
 def names(root: Path) -> list[str]:

@@ -22,10 +22,61 @@ class Engine(Protocol):
         ...
 
     def generate(self, request: GenerationRequest) -> list[Rollout]:
-        """Responses in the order of the request: prompt 0's samples, then prompt 1's, ..."""
+        """Responses in the order of the request: prompt 0's samples, then prompt 1's, ...
+
+        A prompt that leaves no room for its response is answered with `finish="too_long"` and no token where
+        `request.long_prompts` is "drop".
+
+        Raises:
+            EngineError: there is such a prompt, and they are refused.
+        """
         ...
 
     def close(self) -> None: ...
+
+
+class StreamingEngine(Engine, Protocol):
+    """An engine whose responses can be had one by one, and whose weights may change while they run.
+
+    `load_weights` between two steps is an in-flight update: running responses go on under the new weights, and
+    each token keeps the version that sampled it.
+    """
+
+    @property
+    def num_running(self) -> int:
+        """Responses that get a token in every step."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Responses that wait for a place."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> list[int]:
+        """Queue the responses of a request behind the others; returns an id for each, in the request's order.
+
+        The same request draws the same random numbers whatever else is running. Raises as `generate` does.
+        """
+        ...
+
+    def step(self) -> dict[int, Rollout]:
+        """Admit what waits while there are places, and sample one token for each running response.
+
+        Returns:
+            The rollouts that were finished since the last call, by id.
+        """
+        ...
+
+    def cancel(self, sequence_id: int) -> Rollout:
+        """End a response that runs or waits; `finish` is "canceled" and the tokens are those sampled so far."""
+        ...
+
+    def overdue(self, *, tokens: int | None = None, seconds: float | None = None) -> list[int]:
+        """Running responses that have so many tokens, or have had their place for so long: for `cancel`.
+
+        Tokens are decode steps, and repeatable; seconds depend on the machine.
+        """
+        ...
 
 
 def weights_checksum(weights: Mapping[str, Tensor]) -> str:

@@ -17,7 +17,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from steadyrl.config import ModelConfig
 from steadyrl.errors import ConfigError
+from steadyrl.models.checkpointing import checkpoint_layers
 
 Loaded = TypeVar("Loaded")
 
@@ -25,9 +27,8 @@ REAL = 'pip install "steadyrl[real]"'
 GGUF_READERS = ("gguf", "accelerate")  # transformers needs both to read a GGUF file
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
-# eager experts are the fastest on a CPU, and the ones whose routing can be recorded and replayed;
-# models without experts ignore the setting
-IMPLEMENTATIONS = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+# the fastest on a CPU, and the ones whose routing can be recorded and replayed; models without experts ignore it
+EXPERTS = "eager"
 
 
 def resolve_path(path: str) -> tuple[str, str | None]:
@@ -85,8 +86,22 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return _from_hugging_face(path, AutoTokenizer.from_pretrained)
 
 
-def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+def load_policy(config: ModelConfig) -> PreTrainedModel:
+    """The model to train, as the recipe describes it. Its parameters are float32 whatever `config.dtype` is.
+
+    Raises:
+        ConfigError: as `load_model`; or its layers cannot be recomputed.
+    """
+    model = load_model(config.path, torch.float32, attention=config.attention)
+    if config.gradient_checkpointing:
+        checkpoint_layers(model)
+    return model
+
+
+def load_model(path: str, dtype: torch.dtype, attention: str = "auto") -> PreTrainedModel:
     """The model at `path` on the CPU, every parameter in `dtype`, in evaluation mode.
+
+    Attention is `sdpa` or `eager`; `auto` takes `sdpa` where the model has it.
 
     Buffers keep the dtype of their class: `model.to(dtype)` would also round the rotary frequencies.
     A GGUF file is dequantized once, which takes about 20 s for 135 M parameters; what `save_model`
@@ -95,9 +110,11 @@ def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     size tips each of these over in an engine that samples in bfloat16 (docs/experiments.md).
 
     Raises:
-        ConfigError: if there is no such model or it cannot be read.
+        ConfigError: if there is no such model or it cannot be read, or it has no such attention.
     """
-    options: dict[str, Any] = {"dtype": dtype, **IMPLEMENTATIONS}
+    options: dict[str, Any] = {"dtype": dtype, "experts_implementation": EXPERTS}
+    if attention != "auto":
+        options["attn_implementation"] = attention
     if path.endswith(".gguf") and hasattr(transformers, "GgufConfig"):
         # versions that have this class may keep the weights packed, which can be neither trained nor saved
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -128,7 +145,7 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 def context_length(model: PreTrainedModel) -> int:
     """The longest sequence, prompt and response together, that the positions of the model allow, in tokens."""
-    return int(model.config.max_position_embeddings)
+    return int(model.config.get_text_config().max_position_embeddings)
 
 
 def _from_hugging_face(path: str, load: Callable[..., Loaded], **options: Any) -> Loaded:
@@ -142,6 +159,10 @@ def _from_hugging_face(path: str, load: Callable[..., Loaded], **options: Any) -
         return load(folder, **options)
     except Exception as error:  # files from outside can be broken in any way, and each library has its own errors
         reason = (str(error).strip() or repr(error)).splitlines()[0]
+        if "support an attention implementation" in reason:
+            raise ConfigError(
+                f"{path} has no {options['attn_implementation']} attention: set model.attention to auto or eager"
+            ) from error
         raise ConfigError(f"{path} cannot be loaded, set model.path to a causal language model: {reason}") from error
 
 

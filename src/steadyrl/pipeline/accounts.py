@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from steadyrl.trainer.base import StepResult
-from steadyrl.types import Consumed, Rollout, RolloutBatch, StepReport, TrainBatch, pooled
+from steadyrl.types import Consumed, Rollout, RolloutBatch, Status, StepReport, TrainBatch, pooled
 
 Group = list[Rollout]
 
@@ -23,6 +23,7 @@ class Observer(Protocol):
     def step(self, report: StepReport) -> None: ...
     def rollouts(self, batch: RolloutBatch) -> None: ...
     def evaluation(self, row: dict[str, Any]) -> None: ...
+    def message(self, text: str) -> None: ...
     def event(self, actor: str, phase: str, start_s: float, end_s: float, step: int) -> None: ...
 
 
@@ -70,9 +71,7 @@ class Clock:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
 
-def consume(
-    rollouts: Sequence[Rollout], micro_batches: Sequence[TrainBatch], result: StepResult, version: int
-) -> None:
+def consume(rollouts: Sequence[Rollout], micro_batches: Sequence[TrainBatch], result: StepResult, version: int) -> None:
     """Note on every rollout what the optimizer step on it had to say; `version` is the policy before the step."""
     for batch, logp, old_logp in zip(micro_batches, result.logp, result.old_logp, strict=True):
         for row, source in enumerate(batch.sources):
@@ -92,6 +91,36 @@ def _per_token(rollout: Rollout, targets: Tensor) -> NDArray[np.float32]:
     return np.where(rollout.loss_mask, logp, np.float32(0))
 
 
+@dataclass(frozen=True)
+class LagParts:
+    """The lag of the tokens of a step, split where they were: still being generated, or finished and queued."""
+
+    means: dict[str, float]
+    histograms: dict[str, list[float]]  # tokens at 0, 1, 2, ... optimizer steps
+
+
+def lag_parts(groups: Sequence[Group], version: int, largest_lag: int) -> LagParts:
+    """N = N_PQS + N_IQS for every token trained on (arXiv 2607.18722, Eq. 25).
+
+    N_PQS are the versions that came while its response was being generated, N_IQS those while it was queued.
+
+    Args:
+        version: of the policy before the step.
+    """
+    generating, queued = np.zeros(largest_lag + 1), np.zeros(largest_lag + 1)
+    for rollout in (rollout for group in groups for rollout in group if rollout.is_trainable):
+        versions = rollout.versions[rollout.loss_mask]
+        finished = max(rollout.finished_version, int(versions.max()))
+        np.add.at(generating, finished - versions, 1)
+        queued[version - finished] += len(versions)
+    tokens, lags = max(generating.sum(), 1.0), np.arange(largest_lag + 1)
+    parts = {"lag_generating": generating, "lag_queued": queued}
+    return LagParts(
+        means={f"staleness/{name}_mean": float(counts @ lags / tokens) for name, counts in parts.items()},
+        histograms={name: counts.tolist() for name, counts in parts.items()},
+    )
+
+
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards, statuses and lengths of an optimizer step's rollouts, dropped ones included."""
     rollouts = [rollout for group in groups for rollout in group]
@@ -103,6 +132,6 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "reward/groups_without_signal": (without_signal, len(groups)),
         "response/tokens": (tokens, number),
     }
-    for status in ("right", "wrong", "unparsable", "truncated"):
+    for status in get_args(Status):
         sums[f"reward/{status}"] = (sum(rollout.status == status for rollout in rollouts), number)
     return {**pooled(sums), "sampled_tokens": float(tokens)}

@@ -1,17 +1,19 @@
 """How the loop talks to a rollout engine, wherever that engine runs.
 
-Commands are carried out in the order in which they are given. `broadcast` and `submit` return at once
-(or as soon as the backend can); `collect` waits for the oldest request that was not collected yet.
+Commands are carried out in the order in which they are given. `broadcast`, `submit` and `admit` return at once
+(or as soon as the backend can); `collect` waits for the oldest request that was not collected yet. Groups that
+were admitted are generated between the commands, a token at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
+from steadyrl.pipeline.group_stream import Arrival, Stragglers
 from steadyrl.types import GenerationRequest, Rollout
 
 
@@ -26,6 +28,8 @@ class EngineSpec:
     threads: int
     start_timeout_s: float
     generate_timeout_s: float
+    cache_on_update: Literal["keep", "rebuild"]
+    stragglers: Stragglers
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,18 @@ class Backend(Protocol):
 
         Raises:
             EngineError: the engine died, failed, took too long, or holds other weights than were sent.
+        """
+        ...
+
+    def admit(self, groups: Sequence[tuple[int, GenerationRequest]]) -> None:
+        """Streaming: have the responses to one prompt each, by number, generated as soon as there are places."""
+        ...
+
+    def arrivals(self, *, wait: bool) -> list[Arrival]:
+        """Streaming: the groups that arrived since the last call; with `wait`, at least one.
+
+        Raises:
+            EngineError: as `collect`.
         """
         ...
 

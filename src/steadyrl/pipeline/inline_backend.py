@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from steadyrl.engines.base import Engine, weights_checksum
+from steadyrl.engines.base import StreamingEngine, weights_checksum
 from steadyrl.pipeline.backend import Generated, Loaded
+from steadyrl.pipeline.group_stream import Arrival, GroupStream, Stragglers
 from steadyrl.pipeline.weights import verify
 from steadyrl.types import GenerationRequest
 
@@ -18,8 +19,9 @@ from steadyrl.types import GenerationRequest
 class InlineBackend:
     """A `Backend` without parallelism, and with the same numbers as every other one."""
 
-    def __init__(self, engine: Engine, dtype: torch.dtype) -> None:
+    def __init__(self, engine: StreamingEngine, dtype: torch.dtype, stragglers: Stragglers) -> None:
         self._engine = engine
+        self._stream = GroupStream(engine, stragglers)
         self._dtype = dtype
         self._finished: deque[Generated] = deque()
         self._loads: list[Loaded] = []
@@ -34,9 +36,23 @@ class InlineBackend:
         start = time.monotonic()
         rollouts = self._engine.generate(request)
         self._finished.append(Generated(rollouts, start, time.monotonic()))
+        self._stream.begin_work()
 
     def collect(self) -> Generated:
         return self._finished.popleft()
+
+    def admit(self, groups: Sequence[tuple[int, GenerationRequest]]) -> None:
+        for number, request in groups:
+            self._stream.admit(number, request)
+
+    def arrivals(self, *, wait: bool) -> list[Arrival]:
+        """The engine works only while somebody waits for it: time stands still while the trainer works."""
+        self._stream.begin_work()
+        arrived: list[Arrival] = []
+        while wait and not arrived:
+            assert not self._stream.is_idle, "nothing was admitted"
+            arrived = self._stream.step()
+        return arrived
 
     def loads(self) -> list[Loaded]:
         loads, self._loads = self._loads, []

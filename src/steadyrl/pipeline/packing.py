@@ -58,7 +58,10 @@ def pad(rollouts: Sequence[Rollout], advantage: Tensor, sources: Sequence[int]) 
         "versions": targets("versions", np.int64, -1),
         "top_ids": targets("top_ids", np.int64, 0),
         "top_logp": targets("top_logp", np.float32, -np.inf),
+        "support_lengths": targets("support_lengths", np.int64, 0),
     }
+    supports = [torch.from_numpy(r.support_ids.astype(np.int64)) for r in rollouts if r.support_ids is not None]
+    assert len(supports) in (0, len(rollouts)), "an engine records the support of every rollout or of none"
     experts = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
     assert len(experts) in (0, len(rollouts)), "an engine records the experts of every rollout or of none"
     return TrainBatch(
@@ -68,6 +71,7 @@ def pad(rollouts: Sequence[Rollout], advantage: Tensor, sources: Sequence[int]) 
         routed_experts=_padded(experts, width, np.int64, -1) if experts else None,
         rollout_ids=[f"{rollout.prompt_id} (group {rollout.group})" for rollout in rollouts],
         sources=list(sources),
+        support_ids=supports or None,
         **fields,
     )
 

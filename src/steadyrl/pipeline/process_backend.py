@@ -4,6 +4,7 @@
     broadcast: weights -> shared memory, ("load", ..)  -> copies them into its model, ("loaded", checksum)
     submit:    ("generate", request)                   -> samples,                     ("generated", rollouts)
     collect:   reads answers, oldest first             <-
+    admit:     ("admit", groups)                       -> samples between commands,    ("arrived", groups)
 
 The engine waits for commands and for nothing else. The trainer waits in `collect`, and in `broadcast`
 only when both slots still hold weights that the engine has not taken. It never touches the pipe itself:
@@ -24,7 +25,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -35,8 +36,10 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from steadyrl.engines.build import build_local_engine
+from steadyrl.engines.local_engine import LocalEngine
 from steadyrl.errors import EngineError
 from steadyrl.pipeline.backend import EngineSpec, Generated, Loaded
+from steadyrl.pipeline.group_stream import Arrival, GroupStream
 from steadyrl.pipeline.weights import NUM_SLOTS, WeightLayout, WeightSlot, create_slots, verify
 from steadyrl.types import GenerationRequest
 
@@ -58,6 +61,8 @@ class ProcessBackend:
         self._next_slot = 0
         self._sent: deque[tuple[int, str]] = deque()  # version and checksum of broadcasts without an answer
         self._finished: deque[Generated] = deque()
+        self._arrivals: list[Arrival] = []
+        self._admitted = 0  # groups that have not arrived
         self._waiting = 0  # requests without an answer
         self._loads: list[Loaded] = []
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: no more
@@ -114,6 +119,19 @@ class ProcessBackend:
             self._receive("the engine to finish a generation", self._spec.generate_timeout_s)
         return self._finished.popleft()
 
+    def admit(self, groups: Sequence[tuple[int, GenerationRequest]]) -> None:
+        self._admitted += len(groups)
+        self._send(("admit", list(groups)))  # one message: those that come together start together
+
+    def arrivals(self, *, wait: bool) -> list[Arrival]:
+        while not self._inbox.empty():
+            self._receive("the engine", self._spec.generate_timeout_s)
+        while wait and not self._arrivals:
+            assert self._admitted, "nothing was admitted"
+            self._receive("the engine to finish a group", self._spec.generate_timeout_s)
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
+
     def loads(self) -> list[Loaded]:
         loads, self._loads = self._loads, []
         return loads
@@ -160,6 +178,9 @@ class ProcessBackend:
         if kind == "generated":
             self._waiting -= 1
             self._finished.append(content[0])
+        elif kind == "arrived":
+            self._admitted -= len(content[0])
+            self._arrivals += content[0]
         elif kind == "loaded":
             received, loaded = content
             version, sent = self._sent.popleft()
@@ -216,21 +237,39 @@ def _engine_process(connection: Connection, spec: EngineSpec, layout: WeightLayo
     threading.Thread(target=_read_commands, args=(connection, commands), daemon=True).start()
     try:
         slots = [WeightSlot(layout, name) for name in slot_names]
-        engine = build_local_engine(spec.model_path, spec.dtype, spec.max_sequences, spec.records_routing)
+        engine = build_local_engine(
+            spec.model_path, spec.dtype, spec.max_sequences, spec.records_routing, spec.cache_on_update
+        )
+        stream = GroupStream(engine, spec.stragglers)
         connection.send(("ready",))
         while True:
-            kind, *content = commands.get()
-            start = time.monotonic()
-            if kind == "load":
-                slot, version = content
-                checksum = engine.load_weights(slots[slot].tensors, version)
-                connection.send(("loaded", checksum, Loaded(version, start, time.monotonic())))
-            else:
-                rollouts = engine.generate(content[0])
-                connection.send(("generated", Generated(rollouts, start, time.monotonic())))
+            while stream.is_idle or not commands.empty():
+                _obey(commands.get(), engine, stream, slots, connection)
+            if arrived := stream.step():
+                connection.send(("arrived", arrived))
     except BaseException:
         connection.send(("failed", traceback.format_exc()))
         os._exit(1)
+
+
+def _obey(
+    command: tuple[Any, ...], engine: LocalEngine, stream: GroupStream, slots: list[WeightSlot], connection: Connection
+) -> None:
+    """Carry out one command of the trainer; running groups pause meanwhile, between two tokens."""
+    kind, *content = command
+    start = time.monotonic()
+    if kind == "load":
+        slot, version = content
+        checksum = engine.load_weights(slots[slot].tensors, version)
+        connection.send(("loaded", checksum, Loaded(version, start, time.monotonic())))
+    elif kind == "generate":
+        rollouts = engine.generate(content[0])
+        connection.send(("generated", Generated(rollouts, start, time.monotonic())))
+    else:
+        for number, request in content[0]:
+            stream.admit(number, request)
+        return
+    stream.begin_work()
 
 
 def _end_with_the_trainer() -> None:

@@ -34,6 +34,8 @@ def is_broadcast_version(pipeline: PipelineConfig, version: int) -> bool:
         return version % steps == 0
     if version % pipeline.lag:
         return False
+    if pipeline.regime == "streaming":
+        return True
     # a generation starts at multiples of M; is there one before the next broadcast replaces this one?
     next_start = -(-version // steps) * steps
     return next_start < version + pipeline.lag
@@ -44,6 +46,8 @@ def snapshots_needed(pipeline: PipelineConfig, step: int) -> set[int]:
 
     Those of the current and the next batch, and the newest broadcast, which a later batch may ask for.
     """
+    if pipeline.regime == "streaming":
+        return set()  # the present weights are broadcast, no earlier ones
     batch = step // pipeline.steps_per_batch
     versions = {generation_version(pipeline, batch + ahead) for ahead in range(batches_ahead(pipeline) + 1)}
     return versions | {step - step % pipeline.lag} if pipeline.regime == "batch" else versions

@@ -1,61 +1,131 @@
-"""The figures of a report. Each takes the runs to overlay and returns SVG, or None without data."""
+"""Figures of what every optimizer step logged, runs laid over each other; a colour each. None without data."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
-from steadyrl.reports.canvas import INK, colour, curve, key, panels, run_legend, style, to_svg
+from steadyrl.reports.canvas import (
+    DASHED,
+    INK,
+    PERCENT,
+    PLAIN,
+    Plot,
+    colour,
+    curve,
+    from_zero,
+    grow,
+    legend,
+    log_if_wide,
+    panel,
+    run_entries,
+    step_axis,
+    style,
+)
 from steadyrl.reports.recorder import RunData
 from steadyrl.reports.summary import lag_counts, number, values
 
-PLAIN = FuncFormatter(lambda value, _: f"{value:.4g}")  # no offset, no exponent over the panel
-PERCENT = FuncFormatter(lambda share, _: f"{100 * share:.3g}%")
-MOST_LABELS = 24  # on bars
+MOST_LABELS = 12  # on bars
 
 
-def reward(runs: list[RunData]) -> str | None:
-    """Training reward per step, and the evaluations with their standard errors."""
-    if not any(run.evaluations for run in runs) and not _has(runs, "reward/mean"):
-        return None
-    with style():
-        figure, (axes,) = panels(1, height=3.6)
-        for index, run in enumerate(runs):
-            curve(axes, _steps(run), values(run.steps, "reward/mean"), colour(index))
-            _evaluation_points(axes, run, colour(index))
-        axes.set_title("Score: training reward (line), evaluation avg@k (points)")
-        _step_axis(axes)
-        run_legend(figure, _names(runs))
-        return to_svg(figure, "reward", "Reward over optimizer steps, with evaluations")
+def reward(runs: list[RunData]) -> Plot | None:
+    """Training reward per step."""
+    return metric(runs, "reward", "Training reward", "reward/mean")
 
 
-def mismatch(runs: list[RunData]) -> str | None:
-    """How far the trained policy is from the one that sampled."""
-    if not _has(runs, "mismatch/d_bar", "mismatch/k3"):
-        return None
-    with style():
-        figure, (left, right) = panels(2)
-        _draw(left, runs, "mismatch/d_bar")
-        left.set_title("d-bar: mean |log ratio|")
-        _draw(right, runs, "mismatch/k3")
-        right.set_title("KL to the sampling policy (k3)")
-        for axes in (left, right):
-            axes.set_ylim(bottom=0)
-            axes.yaxis.set_major_formatter(PLAIN)
-        run_legend(figure, _names(runs))
-        return to_svg(figure, "mismatch", "Mean absolute log ratio and KL over optimizer steps")
+def signal(runs: list[RunData]) -> Plot | None:
+    """Groups whose rewards are all equal teach nothing."""
+    title = "Groups without signal (all rewards equal)"
+    return metric(runs, "groups-without-signal", title, "reward/groups_without_signal", PERCENT)
 
 
-def lags(runs: list[RunData]) -> str | None:
+def truncation(runs: list[RunData]) -> Plot | None:
+    return metric(runs, "truncation", "Truncated responses", "reward/truncated", PERCENT)
+
+
+def lengths(runs: list[RunData]) -> Plot | None:
+    return metric(runs, "response-length", "Response length (tokens)", "response/tokens")
+
+
+def clipped(runs: list[RunData]) -> Plot | None:
+    """Tokens whose gradient the boundary removed, by the side of the interval."""
+    names = {"upper edge": "objective/clip_high", "lower edge": "objective/clip_low"}
+    return metrics(runs, "clipped", "Gradient removed, share of tokens", names, PERCENT)
+
+
+def gates(runs: list[RunData]) -> Plot | None:
+    """Tokens whose interval SAT narrowed, and those that lost their gradient to that alone."""
+    names = {"gate rate": "sat/gate_rate", "intervention rate": "sat/intervention_rate"}
+    return metrics(runs, "sat-gates", "Tokens gated by SAT", names, PERCENT, may_be_log=True)
+
+
+def radii(runs: list[RunData]) -> Plot | None:
+    names = {"upper": "sat/radius_high", "lower": "sat/radius_low"}
+    return metrics(runs, "sat-radii", "Mean radius that SAT left", names)
+
+
+def quantile(runs: list[RunData]) -> Plot | None:
+    return metric(runs, "sat-q", "q: quantile of |log ratio|", "sat/q", may_be_log=True)
+
+
+def contraction(runs: list[RunData]) -> Plot | None:
+    title = "Strongest contraction (1 = none)"
+    return metric(runs, "sat-contraction", title, "sat/min_contraction", may_be_log=True)
+
+
+def split(runs: list[RunData]) -> Plot | None:
+    """d = policy lag + engine numerics (paper, Eq. 2)."""
+    names = {"policy lag": "split/policy_d_bar", "engine numerics": "split/engine_d_bar"}
+    return metrics(runs, "split", "Mean |part of d|", names, may_be_log=True)
+
+
+def variances(runs: list[RunData]) -> Plot | None:
+    """Var(d) and its two parts; the rest is twice the covariance."""
+    names = {"policy lag": "split/policy_variance", "engine numerics": "split/engine_variance"}
+    return metrics(runs, "split-variance", "Variance of each part of d", names, may_be_log=True)
+
+
+def routing(runs: list[RunData]) -> Plot | None:
+    title = "Tokens x layers routed differently"
+    return metric(runs, "routing-disagreement", title, "routing/disagreement", PERCENT)
+
+
+def tails(runs: list[RunData]) -> Plot | None:
+    names = {"99th percentile": "mismatch/q99", "median": "mismatch/q50"}
+    return metrics(runs, "mismatch-quantiles", "|log ratio| of tokens", names, may_be_log=True)
+
+
+def gradient_norm(runs: list[RunData]) -> Plot | None:
+    return metric(runs, "gradient-norm", "Gradient norm before clipping", "optim/grad_norm", may_be_log=True)
+
+
+def penalty(runs: list[RunData]) -> Plot | None:
+    return metric(runs, "kl-reference", "KL to the starting weights (k3)", "penalty/kl_ref")
+
+
+def lag_over_time(runs: list[RunData]) -> Plot | None:
+    return metric(runs, "lag-mean", "Mean lag of a step (optimizer steps)", "staleness/lag")
+
+
+def lag_parts(runs: list[RunData]) -> Plot | None:
+    """Of streamed rollouts: versions that came while a response was generated, and while it was queued (Eq. 25)."""
+    names = {"while generated": "staleness/lag_generating_mean", "while queued": "staleness/lag_queued_mean"}
+    return metrics(runs, "lag-parts", "Mean lag gained (optimizer steps)", names)
+
+
+def lags(runs: list[RunData]) -> Plot | None:
     """Share of the trained tokens at each lag."""
     counts = [lag_counts(run) for run in runs]
     if not any(sum(row) for row in counts):
         return None
     with style():
-        figure, (axes,) = panels(1, height=2.9)
+        figure, axes = panel("Tokens trained on, by lag")
         width = 0.8 / len(runs)
         for index, row in enumerate(counts):
             shares = 100 * np.asarray(row) / max(sum(row), 1.0)
@@ -67,63 +137,68 @@ def lags(runs: list[RunData]) -> str | None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=16))
         axes.yaxis.set_major_formatter(PercentFormatter(decimals=0))
         axes.margins(y=0.15)
-        axes.set_title("Tokens trained on, by lag")
         axes.set_xlabel("lag (optimizer steps between sampling and training)")
-        run_legend(figure, _names(runs))
-        return to_svg(figure, "lags", "Share of tokens at each lag")
+        legend(figure, run_entries(_names(runs)))
+    rows = [(run.name, lag, count) for run, row in zip(runs, counts, strict=True) for lag, count in enumerate(row)]
+    return Plot("lags", "Share of tokens at each lag", figure, ("run", "lag", "tokens"), rows)
 
 
-def trust_region(runs: list[RunData]) -> str | None:
-    """What the boundary does: tokens beyond the clip, tokens gated, tokens whose gradient SAT removed."""
-    has_clip = _has(runs, "objective/clip_low", "objective/clip_high")
-    has_gate = _has(runs, "sat/gate_rate")
-    if not has_clip and not has_gate:
+def metric(
+    runs: list[RunData],
+    name: str,
+    title: str,
+    key: str,
+    formatter: FuncFormatter = PLAIN,
+    may_be_log: bool = False,
+) -> Plot | None:
+    """One metric over the optimizer steps."""
+    return metrics(runs, name, title, {"": key}, formatter, may_be_log)
+
+
+def metrics(
+    runs: list[RunData],
+    name: str,
+    title: str,
+    keys: dict[str, str],
+    formatter: FuncFormatter = PLAIN,
+    may_be_log: bool = False,
+) -> Plot | None:
+    """Up to two metrics over the optimizer steps, the second one dashed: label -> name in `metrics`."""
+    if not has(runs, *keys.values()):
         return None
     with style():
-        figure, axes = panels(has_clip + has_gate)
-        if has_clip:
-            _pair(axes[0], runs, "objective/clip_high", "objective/clip_low", "Clipped tokens", ("high", "low"))
-            axes[0].yaxis.set_major_formatter(PERCENT)
-        if has_gate:
-            _pair(axes[-1], runs, "sat/gate_rate", "sat/intervention_rate", "SAT", ("gate rate", "intervention rate"))
-            axes[-1].yaxis.set_major_formatter(PERCENT)
-            _log_if_wide(axes[-1])
-        run_legend(figure, _names(runs))
-        return to_svg(figure, "trust-region", "Clip fractions, gate rate and intervention rate over optimizer steps")
+        figure, axes = panel(title)
+        for index, run in enumerate(runs):
+            for line, key in zip(("solid", DASHED), keys.values(), strict=False):
+                curve(axes, _steps(run), values(run.steps, key), colour(index), line)
+        step_axis(axes)
+        axes.yaxis.set_major_formatter(formatter)
+        if may_be_log:
+            log_if_wide(axes)
+        if axes.get_yscale() == "linear":
+            from_zero(axes)
+        if formatter is PERCENT and axes.get_ylim()[0] < 0:
+            axes.set_ylim(bottom=0)
+        legend(figure, run_entries(_names(runs)))
+        if len(keys) > 1:
+            line_key(axes, *keys)
+            grow(figure, 0.2)
+    columns = ("run", "step", *keys.values())
+    return Plot(name, f"{title} over optimizer steps", figure, columns, _step_rows(runs, list(keys.values())))
 
 
-def sat_radii(runs: list[RunData]) -> str | None:
-    """The interval that SAT left on average, and the quantile that steered it."""
-    if not _has(runs, "sat/radius_low", "sat/q"):
-        return None
-    with style():
-        figure, (left, right) = panels(2)
-        _pair(left, runs, "sat/radius_high", "sat/radius_low", "Mean effective radius", ("upper", "lower"))
-        _draw(right, runs, "sat/q")
-        right.set_title("q: quantile of |log ratio|")
-        for axes in (left, right):
-            axes.yaxis.set_major_formatter(PLAIN)
-        _log_if_wide(right)
-        run_legend(figure, _names(runs))
-        return to_svg(figure, "sat-radii", "Effective radii and the quantile over optimizer steps")
+def line_key(axes: Axes, solid: str, dashed: str) -> None:
+    """Which of two line styles is which, below the title and clear of the data."""
+    lines = [
+        Line2D([], [], color=INK, linewidth=1.6, label=solid),
+        Line2D([], [], color=INK, linewidth=1.6, linestyle=DASHED, label=dashed),
+    ]
+    axes.set_title(axes.get_title(loc="left"), pad=20)
+    axes.legend(handles=lines, loc="lower left", bbox_to_anchor=(-0.02, 0.985), ncols=2, borderpad=0.1)
 
 
-def optimisation(runs: list[RunData]) -> str | None:
-    """Gradient norm and response length."""
-    names = [name for name in ("optim/grad_norm", "response/tokens") if _has(runs, name)]
-    if not names:
-        return None
-    titles = {"optim/grad_norm": "Gradient norm before clipping", "response/tokens": "Response length (tokens)"}
-    with style():
-        figure, axes = panels(len(names))
-        for panel, name in zip(axes, names, strict=True):
-            _draw(panel, runs, name)
-            panel.set_title(titles[name])
-            panel.yaxis.set_major_formatter(PLAIN)
-            if name == "optim/grad_norm":
-                _log_if_wide(panel)
-        run_legend(figure, _names(runs))
-        return to_svg(figure, "optimisation", "Gradient norm and response length over optimizer steps")
+def has(runs: list[RunData], *names: str) -> bool:
+    return any(not math.isnan(value) for run in runs for name in names for value in values(run.steps, name))
 
 
 def _names(runs: list[RunData]) -> list[str]:
@@ -134,58 +209,10 @@ def _steps(run: RunData) -> list[float]:
     return [row["step"] for row in run.steps]
 
 
-def _has(runs: list[RunData], *names: str) -> bool:
-    return any(not math.isnan(value) for run in runs for name in names for value in values(run.steps, name))
-
-
-def _draw(axes: Axes, runs: list[RunData], name: str, dashed: bool = False) -> None:
-    for index, run in enumerate(runs):
-        curve(axes, _steps(run), values(run.steps, name), colour(index), dashed)
-    _step_axis(axes)
-
-
-def _pair(axes: Axes, runs: list[RunData], solid: str, dashed: str, title: str, labels: tuple[str, str]) -> None:
-    _draw(axes, runs, solid)
-    _draw(axes, runs, dashed, dashed=True)
-    axes.set_title(title)
-    key(axes, *labels)
-
-
-def _evaluation_points(axes: Axes, run: RunData, tint: str) -> None:
-    if not run.evaluations:
-        return
-    axes.errorbar(
-        [row["step"] for row in run.evaluations],
-        [number(row.get("avg_at_k")) for row in run.evaluations],
-        yerr=[number(row.get("avg_at_k_se") or 0.0) for row in run.evaluations],
-        fmt="o",
-        markersize=5,
-        color=tint,
-        markeredgecolor=INK,
-        markeredgewidth=0.8,
-        ecolor=tint,
-        elinewidth=1.4,
-        capsize=3,
-        zorder=4,
-    )
-
-
-def _step_axis(axes: Axes) -> None:
-    axes.set_xlabel("optimizer step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    axes.margins(x=0.02)
-
-
-def _log_if_wide(axes: Axes) -> None:
-    """A log scale where the values differ by a factor of ten and more, and none is 0."""
-    drawn = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines] or [np.empty(0)])
-    drawn = drawn[np.isfinite(drawn)]
-    if len(drawn) and drawn.min() > 0 and drawn.max() / drawn.min() >= 10:
-        formatter = axes.yaxis.get_major_formatter()
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if drawn.max() / drawn.min() < 200 else (1,)))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(formatter)
+def _step_rows(runs: list[RunData], keys: Sequence[str]) -> list[tuple[Any, ...]]:
+    return [
+        (run.name, row["step"], *(number(row["metrics"].get(key)) for key in keys)) for run in runs for row in run.steps
+    ]
 
 
 def _percent(share: float) -> str:

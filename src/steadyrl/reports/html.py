@@ -1,26 +1,39 @@
-"""One self-contained HTML page about one run, or several laid over each other."""
+"""One self-contained HTML page about one run, several laid over each other, or a sweep; and its figures as files."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from steadyrl.errors import ConfigError
-from steadyrl.reports.recorder import CONFIG, Row, RunData, read_rollouts, read_run, recorded_batches
+from steadyrl.reports.comparison import SWEEP, is_sweep, read_sweep
+from steadyrl.reports.recorder import CONFIG, RunData, read_run
 from steadyrl.reports.summary import Summary, summary
 
-TEMPLATE = Path(__file__).with_name("page.html.jinja")
-SAMPLES_PER_BATCH = 4
-LONGEST_TEXT = 2000  # characters shown of one response
+if TYPE_CHECKING:
+    from steadyrl.reports.sections import Section
+    from steadyrl.reports.tables import Table
+
+HERE = Path(__file__).parent
+TEMPLATE, STYLE_SHEET, SCRIPT = HERE / "page.html.jinja", HERE / "page.css", HERE / "rollouts.js"
 
 
-def write_report(folders: Sequence[Path | str], out: Path | str | None = None) -> Path:
-    """Write the report of one run (to RUN/report.html by default) or of several (to `out`).
+def write_report(
+    folders: Sequence[Path | str], out: Path | str | None = None, export: Path | str | None = None
+) -> Path:
+    """Write the report of one run or sweep (to FOLDER/report.html by default) or of several runs (to `out`).
+
+    Args:
+        folders: run folders, or one folder of a sweep (with its sweep.json).
+        out: the page.
+        export: a folder for every figure as PNG and its numbers as CSV, every table as Markdown and CSV.
 
     Raises:
-        ConfigError: if a folder is no run, the page cannot be written, or matplotlib or jinja2 is not installed.
+        ConfigError: if a folder is no run, something cannot be written, or matplotlib or jinja2 is not installed.
     """
     if not folders:
         raise ConfigError("a report needs at least one run folder")
@@ -29,24 +42,17 @@ def write_report(folders: Sequence[Path | str], out: Path | str | None = None) -
             "a report about several runs belongs to none of their folders: say where with --out FILE.html"
         )
     try:
-        import jinja2
+        import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
-        from markupsafe import Markup
     except ImportError:
         raise ConfigError('a report needs matplotlib and jinja2: pip install "steadyrl[report]"') from None
 
-    runs = [read_run(folder) for folder in folders]
-    runs = [dataclasses.replace(run, name=name) for run, name in zip(runs, _distinct_names(runs), strict=True)]
-    sections = [{**section, "svg": section["svg"] and Markup(section["svg"])} for section in _sections(runs)]
-    template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(TEMPLATE.read_text(encoding="utf-8"))
-    path = Path(out) if out is not None else runs[0].path / "report.html"
-    html = template.render(
-        title=runs[0].name if len(runs) == 1 else " / ".join(run.name for run in runs),
-        subtitle=_subtitle(runs),
-        runs=[_about(run) for run in runs],
-        table=_table(runs),
-        sections=sections,
-    )
+    sweeps = [folder for folder in folders if is_sweep(Path(folder))]
+    if sweeps and len(folders) > 1:
+        raise ConfigError(f"{sweeps[0]} is a sweep: report on it alone, or name runs inside it")
+    page, sections = _of_sweep(Path(sweeps[0])) if sweeps else _of_runs(folders)
+    path = Path(out) if out is not None else Path(folders[0]) / "report.html"
+    html = _render(page, sections)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(html, encoding="utf-8", errors="replace")
@@ -54,72 +60,74 @@ def write_report(folders: Sequence[Path | str], out: Path | str | None = None) -
         raise ConfigError(
             f"the report cannot be written to {str(path)!r} ({error}): name another file with --out"
         ) from None
+    if export is not None:
+        from steadyrl.reports.export import write_figures
+
+        write_figures(sections, Path(export))
     return path
 
 
-def _sections(runs: list[RunData]) -> list[dict[str, Any]]:
-    from steadyrl.reports import figures, timeline  # they need matplotlib
+def _of_runs(folders: Sequence[Path | str]) -> tuple[dict[str, Any], list[Section]]:
+    from steadyrl.reports.rollout_browser import browser_data
+    from steadyrl.reports.sections import Section, run_sections
 
-    plan = [
-        (
-            "Score",
-            figures.reward,
-            "Thin lines are single steps, bold lines a running mean. Points are evaluations on held-out prompts, "
-            "with one standard error; a real gain is several error bars high.",
-            "No step and no evaluation has been recorded yet.",
-        ),
-        (
-            "Drift between trainer and engine",
-            figures.mismatch,
-            "How far the trained policy is from the one that sampled, over the tokens trained on. A narrow band is "
-            "healthy; a band that widens or spikes comes before a collapse.",
-            "No mismatch was recorded.",
-        ),
-        (
-            "Lag",
-            figures.lags,
-            "How many optimizer steps old the tokens were when they were trained on.",
-            "No lags were recorded.",
-        ),
-        (
-            "Trust region",
-            figures.trust_region,
-            "Shares of the trained tokens. Left: those whose gradient was removed at the lower or the upper edge, "
-            "SAT's part included. Right: the gate rate (tokens whose interval SAT narrowed) and the intervention rate "
-            "(tokens whose gradient only the narrowing removed), which is where SAT differs from a fixed clip.",
-            "No clip fractions were recorded.",
-        ),
-        (
-            "Interval that SAT left",
-            figures.sat_radii,
-            "Mean radii after narrowing, over all trained tokens, and the quantile q of |log ratio| above which a "
-            "token is gated. q follows the drift of the batch.",
-            "No run here uses a Staleness-Adaptive Trust Region.",
-        ),
-        (
-            "Optimisation",
-            figures.optimisation,
-            "Spikes of the gradient norm are early signs of trouble; so is a response length that runs away.",
-            "No gradient norm was recorded.",
-        ),
-        (
-            "Timeline",
-            timeline.gantt,
-            "What trainer and engine did. Grey stretches are waiting: on the trainer's lane for responses, on the "
-            "engine's lane for weights or for work.",
-            "No timeline was recorded.",
-        ),
-        (
-            "Utilisation",
-            timeline.utilisation_over_time,
-            "Share of time spent working, through the run. The actor near 100% is the bottleneck: more of it, or less "
-            "work for it, shortens the run.",
-            "No timeline was recorded.",
-        ),
-    ]
-    return [
-        {"title": title, "svg": draw(runs), "text": text, "missing": missing} for title, draw, text, missing in plan
-    ]
+    runs = [read_run(folder) for folder in folders]
+    runs = [dataclasses.replace(run, name=name) for run, name in zip(runs, _distinct_names(runs), strict=True)]
+    page = {
+        "title": runs[0].name if len(runs) == 1 else " / ".join(run.name for run in runs),
+        "subtitle": _subtitle(runs),
+        "runs": [_about(run) for run in runs],
+        "rollouts": browser_data(runs),
+        "configurations": [(f"{run.name}: {CONFIG}", _text(run.path / CONFIG)) for run in runs],
+    }
+    several = [Section("Runs", "", "", [], [_table(runs)])] if len(runs) > 1 else []
+    return page, [*several, *run_sections(runs)]
+
+
+def _of_sweep(folder: Path) -> tuple[dict[str, Any], list[Section]]:
+    from steadyrl.reports.sections import sweep_sections
+
+    comparison = read_sweep(folder)
+    whole = sum(cell.problem is None for cell in comparison.cells)
+    across = f" and {comparison.column_axis}" if comparison.column_axis else ""
+    seeds = len({cell.seed for cell in comparison.cells})
+    page = {
+        "title": folder.resolve().name,
+        "subtitle": f"A sweep over {comparison.row_axis}{across} with {seeds} seeds: {whole} of "
+        f"{len(comparison.cells)} runs are finished.",
+        "runs": [],
+        "rollouts": None,
+        "configurations": [(SWEEP, _text(folder / SWEEP))],
+    }
+    return page, sweep_sections(comparison)
+
+
+def _render(page: dict[str, Any], sections: list[Section]) -> str:
+    import jinja2
+    from markupsafe import Markup
+
+    from steadyrl.reports.canvas import Plot, svg
+    from steadyrl.reports.rollout_browser import script_json
+
+    def inline(plot: Plot) -> Markup:
+        return Markup(svg(plot))
+
+    script = SCRIPT.read_text(encoding="utf-8")
+    # the page runs this script and no other, whatever a model wrote
+    script_hash = "sha256-" + base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        **{**page, "rollouts": page["rollouts"] and Markup(script_json(page["rollouts"]))},
+        sections=sections,
+        svg=inline,
+        css=Markup(STYLE_SHEET.read_text(encoding="utf-8")),
+        script=Markup(script),
+        script_hash=script_hash,
+    )
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
 
 
 def _distinct_names(runs: list[RunData]) -> list[str]:
@@ -152,8 +160,6 @@ def _about(run: RunData) -> dict[str, Any]:
         "verdict": _verdict(numbers),
         "tiles": _tiles(numbers),
         "counts": _counts(run),
-        "batches": _batches(run),
-        "toml": (run.path / CONFIG).read_text(encoding="utf-8"),
     }
 
 
@@ -203,13 +209,16 @@ def _tiles(numbers: Summary) -> list[tuple[str, str]]:
     return [(label, text) for label, cell in COLUMNS if (text := cell(numbers)) != "-"]
 
 
-def _table(runs: list[RunData]) -> dict[str, Any]:
+def _table(runs: list[RunData]) -> Table:
+    from steadyrl.reports.tables import Table
+
     rows = []
     for run in runs:
         numbers = summary(run)
         fixed = [run.name, str(numbers["method"]), numbers["state"] or "-", str(numbers["steps"])]
-        rows.append(fixed + [cell(numbers) for _, cell in COLUMNS])
-    return {"head": ["run", "method", "state", "steps", *(label for label, _ in COLUMNS)], "rows": rows}
+        rows.append([*map(str, fixed), *(cell(numbers) for _, cell in COLUMNS)])
+    head = ["run", "method", "state", "steps", *(label for label, _ in COLUMNS)]
+    return Table("summary", head, rows, tuple(head), [tuple(row) for row in rows])
 
 
 def _counts(run: RunData) -> str:
@@ -224,38 +233,6 @@ def _counts(run: RunData) -> str:
         f"{generated:,} generated = {trained:,} trained + {dropped:,} dropped + {buffered:,} buffered "
         f"(after the last step).{balance}"
     )
-
-
-def _batches(run: RunData) -> list[dict[str, Any]]:
-    """Samples from the first and the last recorded batch."""
-    files = recorded_batches(run)
-    chosen = [files[0], files[-1]] if len(files) > 1 else files
-    titles = ["First recorded batch", "Last recorded batch"]
-    return [
-        {"title": f"{title} ({int(file.stem.removeprefix('batch_'))})", "samples": _samples(read_rollouts(file))}
-        for title, file in zip(titles, chosen, strict=False)
-    ]
-
-
-def _samples(rollouts: list[Row]) -> list[dict[str, Any]]:
-    """One response to each of the first few prompts."""
-    first_of_group: dict[int, Row] = {}
-    for rollout in rollouts:
-        first_of_group.setdefault(rollout["group"], rollout)
-    return [_sample(rollout) for rollout in list(first_of_group.values())[:SAMPLES_PER_BATCH]]
-
-
-def _sample(rollout: Row) -> dict[str, Any]:
-    text = rollout["text"]
-    cut = f"\n... {len(text) - LONGEST_TEXT:,} more characters" if len(text) > LONGEST_TEXT else ""
-    return {
-        "prompt_id": rollout["prompt_id"],
-        "reward": _decimal(rollout["reward"]),
-        "status": rollout["status"],
-        "tokens": sum(rollout["loss_mask"]),
-        "prompt": rollout.get("prompt_text", ""),
-        "text": text[:LONGEST_TEXT] + cut,
-    }
 
 
 def _decimal(value: Any) -> str:

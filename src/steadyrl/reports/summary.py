@@ -69,6 +69,11 @@ def token_mean(steps: list[Row], name: str) -> float | None:
     return total / weight if weight else None
 
 
+def last_quarter(steps: list[Row]) -> list[Row]:
+    """The last 25 % of the steps, at least one: what a run has settled on (paper, Table 1 and Figure 4)."""
+    return steps[-max(1, len(steps) // 4) :] if steps else []
+
+
 def span(run: RunData) -> tuple[float, float]:
     """Start of the first and end of the last event, in seconds; both 0 without events."""
     if not run.timeline:

@@ -6,10 +6,24 @@ from itertools import pairwise
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
-from steadyrl.reports.canvas import INK, colour, key, panels, run_legend, style, to_svg
+from steadyrl.reports.canvas import (
+    DASHED,
+    INK,
+    WIDE,
+    Plot,
+    colour,
+    grow,
+    legend,
+    panel,
+    run_entries,
+    shortened,
+    style,
+)
+from steadyrl.reports.figures import line_key
 from steadyrl.reports.recorder import RunData
 from steadyrl.reports.summary import busy_seconds, span, work
 
@@ -21,6 +35,7 @@ PHASES = {
     "generate": "#009e73",
     "evaluate": "#56b4e9",
     "load": "#e69f00",
+    "checkpoint": "#a08a5b",
 }
 WAITING_ALPHA = 0.16
 WINDOW_S = 12.0
@@ -28,53 +43,115 @@ STEPS_SHOWN = 6  # in a window, at least; matters where a step takes minutes
 BINS = 60
 
 
-def gantt(runs: list[RunData]) -> str | None:
-    """The first and the last seconds of each run, one bar per phase, one lane per actor."""
+def start_of_run(runs: list[RunData]) -> Plot | None:
+    """Who worked and who waited in the first seconds; in the whole run, where it is short."""
     shown = [run for run in runs if run.timeline]
     if not shown:
         return None
     window = max(_window(run) for run in shown)
-    is_short = all(_length(run) <= 2 * window for run in shown)
-    with style():
-        figure, axes = panels(1 if is_short else 2, height=1.3 + 0.85 * len(shown), sharey=True)
-        for lane, run in enumerate(shown):
-            start, end = span(run)
-            first = (start, end if is_short else min(end, start + window), start)
-            last = (max(start, end - window), end, end)
-            for panel, (left, right, zero) in zip(axes, (first, last), strict=False):
-                _lanes(panel, run, lane, left, right, zero)
-        _finish_lanes(axes, shown, is_short, window)
-        phases = [Patch(color=tint, label=phase) for phase, tint in PHASES.items() if _occurs(shown, phase)]
-        waiting = Patch(color=INK, alpha=WAITING_ALPHA, linewidth=0, label="waiting")
-        figure.legend(handles=[*phases, waiting], loc="outside upper left", ncols=7, columnspacing=1.2)
-        return to_svg(figure, "gantt", "Timeline of trainer and engine")
+    if _is_short(shown, window):
+        limits = (0.0, max(_length(run) for run in shown) or 1.0)
+        return _gantt(shown, "timeline", "Whole run", "seconds", limits, from_end=False)
+    title = f"First {window:.0f} s"
+    return _gantt(shown, "timeline-start", title, "seconds since the start", (0.0, window), from_end=False)
 
 
-def utilisation_over_time(runs: list[RunData]) -> str | None:
+def end_of_run(runs: list[RunData]) -> Plot | None:
+    """The same for the last seconds of a longer run."""
+    shown = [run for run in runs if run.timeline]
+    if not shown:
+        return None
+    window = max(_window(run) for run in shown)
+    if _is_short(shown, window):
+        return None
+    title = f"Last {window:.0f} s"
+    return _gantt(shown, "timeline-end", title, "seconds before the end", (-window, 0.0), from_end=True)
+
+
+def utilisation_over_time(runs: list[RunData]) -> Plot | None:
     """Share of time in which trainer and engine worked, through the run."""
     shown = [(index, run) for index, run in enumerate(runs) if run.timeline and _length(run) > 0]
     if not shown:
         return None
+    rows = []
     with style():
-        figure, (axes,) = panels(1, height=2.9)
+        figure, axes = panel("Time spent working")
         for index, run in shown:
             start, end = span(run)
             edges = np.linspace(start, end, _num_bins(run) + 1)
-            for actor in ACTORS:
+            for actor, line in zip(ACTORS, ("solid", DASHED), strict=True):
                 stretches = work(run, actor)
                 busy = [busy_seconds(stretches, a, b) for a, b in pairwise(edges)]
-                share = 100 * np.asarray(busy) / np.diff(edges)
-                line = "solid" if actor == "trainer" else (0, (3.5, 2))
-                tint = colour(index)
-                axes.plot((edges[:-1] + edges[1:]) / 2 - start, share, color=tint, linestyle=line, linewidth=1.7)
+                share = np.asarray(busy) / np.diff(edges)
+                middle = (edges[:-1] + edges[1:]) / 2 - start
+                axes.plot(middle, 100 * share, color=colour(index), linestyle=line, linewidth=1.7)
+                rows += [(run.name, actor, *pair) for pair in zip(middle.tolist(), share.tolist(), strict=True)]
         axes.set_ylim(0, 104)
         axes.set_xlim(left=0)
         axes.yaxis.set_major_formatter(PercentFormatter(decimals=0))
         axes.set_xlabel("seconds since the start")
-        axes.set_title("Time spent working")
-        key(axes, *ACTORS)
-        run_legend(figure, [run.name for run in runs])
-        return to_svg(figure, "utilisation", "Utilisation of trainer and engine over time")
+        legend(figure, run_entries([run.name for run in runs]))
+        line_key(axes, *ACTORS)
+        grow(figure, 0.2)
+    columns = ("run", "actor", "seconds since the start", "share of time working")
+    return Plot("utilisation", "Utilisation of trainer and engine over time", figure, columns, rows)
+
+
+def time_budget(runs: list[RunData]) -> Plot | None:
+    """Where the time of trainer and engine went: each phase, and the rest, in which one waited for the other."""
+    shown = [run for run in runs if run.timeline and _length(run) > 0]
+    if not shown:
+        return None
+    rows = []
+    with style():
+        figure, axes = panel("Share of the wall time", height=1.2 + 0.55 * len(shown))
+        for lane, run in enumerate(shown):
+            for row, actor in enumerate(ACTORS):
+                left, length = 0.0, _length(run)
+                axes.barh(2.3 * lane + row, 100, 0.8, color=INK, alpha=WAITING_ALPHA, linewidth=0)
+                for phase, tint in PHASES.items():
+                    seconds = sum(
+                        event["end_s"] - event["start_s"]
+                        for event in run.timeline
+                        if event["actor"] == actor and event["phase"] == phase
+                    )
+                    share = 100 * seconds / length
+                    axes.barh(2.3 * lane + row, share, 0.8, left=left, color=tint, linewidth=0)
+                    left += share
+                    if seconds:
+                        rows.append((run.name, actor, phase, seconds))
+                rows.append((run.name, actor, "waiting", length * (1 - left / 100)))
+        axes.xaxis.set_major_formatter(PercentFormatter(decimals=0))
+        axes.set_xlim(0, 100)
+        _finish_lanes(axes, shown)
+        _phase_legend(figure, shown)
+    columns = ("run", "actor", "phase", "seconds")
+    return Plot("time-budget", "Share of the wall time of each phase", figure, columns, rows)
+
+
+def _gantt(
+    shown: list[RunData], name: str, title: str, label: str, limits: tuple[float, float], from_end: bool
+) -> Plot:
+    """One bar per phase, one lane per actor, between two moments counted from the start or the end."""
+    rows = []
+    with style():
+        figure, axes = panel(title, height=1.1 + 0.6 * len(shown), width=WIDE)
+        for lane, run in enumerate(shown):
+            start, end = span(run)
+            zero = end if from_end else start
+            left, right = max(start, zero + limits[0]), min(end, zero + limits[1])
+            _lanes(axes, run, lane, left, right, zero)
+            inside = [event for event in run.timeline if event["end_s"] > left and event["start_s"] < right]
+            rows += [
+                (run.name, event["actor"], event["phase"], event["start_s"], event["end_s"], event["step"])
+                for event in inside
+            ]
+        axes.set_xlim(*limits)
+        axes.set_xlabel(label)
+        _finish_lanes(axes, shown)
+        _phase_legend(figure, shown)
+    columns = ("run", "actor", "phase", "start_s", "end_s", "step")
+    return Plot(name, f"Timeline of trainer and engine: {title}", figure, columns, rows, is_wide=True)
 
 
 def _lanes(axes: Axes, run: RunData, lane: int, left: float, right: float, zero: float) -> None:
@@ -83,32 +160,33 @@ def _lanes(axes: Axes, run: RunData, lane: int, left: float, right: float, zero:
         y = 2.3 * lane + row
         # the lane itself is grey; work is laid over it, so what stays visible is waiting
         axes.barh(y, right - left, 0.8, left=left - zero, color=INK, alpha=WAITING_ALPHA, linewidth=0)
-        for event in run.timeline:
-            start, end = max(event["start_s"], left), min(event["end_s"], right)
-            tint = PHASES.get(event["phase"])
-            if event["actor"] == actor and tint is not None and end > start:
-                axes.barh(y, end - start, 0.8, left=start - zero, color=tint, linewidth=0)
+        for phase, tint in PHASES.items():
+            stretches = [
+                (max(event["start_s"], left), min(event["end_s"], right))
+                for event in run.timeline
+                if event["actor"] == actor and event["phase"] == phase
+            ]
+            bars = [(start - zero, end - start) for start, end in stretches if end > start]
+            axes.broken_barh(bars, (y - 0.4, 0.8), facecolor=tint, linewidth=0)
 
 
-def _finish_lanes(axes: list[Axes], shown: list[RunData], is_short: bool, window: float) -> None:
+def _finish_lanes(axes: Axes, shown: list[RunData]) -> None:
     lanes = [2.3 * lane + row for lane in range(len(shown)) for row in range(2)]
     several = len(shown) > 1
-    labels = [f"{run.name}: {actor}" if several else actor for run in shown for actor in ACTORS]
-    longest = max(_length(run) for run in shown)
-    whole = [("Whole run", (0, longest or 1.0), "seconds")]
-    ends = [
-        (f"First {window:.0f} s", (0, window), "seconds since the start"),
-        (f"Last {window:.0f} s", (-window, 0), "seconds before the end"),
-    ]
-    for panel, (title, limits, label) in zip(axes, whole if is_short else ends, strict=True):
-        panel.set_title(title)
-        panel.set_xlim(*limits)
-        panel.set_xlabel(label)
-        panel.grid(axis="y", visible=False)
-        panel.spines["left"].set_visible(False)
-        panel.tick_params(axis="y", length=0)
-    axes[0].set_yticks(lanes, labels)
-    axes[0].invert_yaxis()
+    labels = [f"{shortened(run.name)}: {actor}" if several else actor for run in shown for actor in ACTORS]
+    axes.grid(axis="y", visible=False)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_yticks(lanes, labels)
+    axes.invert_yaxis()
+
+
+def _phase_legend(figure: Figure, shown: list[RunData]) -> None:
+    phases = [Patch(color=tint, label=phase) for phase, tint in PHASES.items() if _occurs(shown, phase)]
+    waiting = Patch(color=INK, alpha=WAITING_ALPHA, linewidth=0, label="waiting")
+    columns = 8 if figure.get_figwidth() == WIDE else 4
+    figure.legend(handles=[*phases, waiting], loc="outside upper left", ncols=columns)
+    grow(figure, 0.19 * -(-(len(phases) + 1) // columns))
 
 
 def _occurs(runs: list[RunData], phase: str) -> bool:
@@ -118,6 +196,10 @@ def _occurs(runs: list[RunData], phase: str) -> bool:
 def _length(run: RunData) -> float:
     start, end = span(run)
     return end - start
+
+
+def _is_short(shown: list[RunData], window: float) -> bool:
+    return all(_length(run) <= 2 * window for run in shown)
 
 
 def _window(run: RunData) -> float:

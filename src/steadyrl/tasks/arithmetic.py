@@ -10,16 +10,17 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from steadyrl.config import ArithmeticTask
 from steadyrl.errors import ConfigError
-from steadyrl.tasks.base import Split
+from steadyrl.tasks.base import Grade, Split, template_name
 from steadyrl.tasks.render import render_prompt
-from steadyrl.types import Prompt, Rollout, Status
+from steadyrl.types import Prompt
 
 TEST_SHARE = 10  # one problem in so many is held out
 MAX_DRAWS = 20_000  # without a fitting problem, before the task is called too small
@@ -29,8 +30,13 @@ TEST_SEED = 20_260_722  # the held-out set is the same for every run
 class Arithmetic:
     """See the module's first lines."""
 
+    grader = "the number after the last comma"
+
     def __init__(self, config: ArithmeticTask, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         self.config = config
+        self.template = template_name(tokenizer)
+        self.test_size: int | None = None
+        self.data: dict[str, Any] = {}
         self._tokenizer = tokenizer
         self._seed = seed
         self._test: list[list[int]] = []
@@ -52,14 +58,12 @@ class Arithmetic:
     def prompts(self, split: Split, start: int, count: int) -> list[Prompt]:
         return [self._prompt(split, position) for position in range(start, start + count)]
 
-    def grade(self, prompt: Prompt, rollout: Rollout) -> tuple[float, Status]:
-        """1 for the exact sum after the last comma, else 0; a truncated response is wrong."""
-        if rollout.finish == "length":
-            return 0.0, "truncated"
-        final = rollout.text.rsplit(",", 1)[-1]
-        if not re.fullmatch(r"[0-9]+", final):
-            return 0.0, "unparsable"
-        return (1.0, "right") if int(final) == int(prompt.answer) else (0.0, "wrong")
+    def grade_all(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Grade]:
+        """1 for the exact sum after the last comma, else 0."""
+        return [_grade(prompt.answer, response) for prompt, response in zip(prompts, responses, strict=True)]
+
+    def close(self) -> None:
+        """Nothing to release."""
 
     def _prompt(self, split: Split, position: int) -> Prompt:
         terms = self.terms(split, position)
@@ -67,8 +71,10 @@ class Arithmetic:
         return Prompt(f"{split}/{position}", render_prompt(self._tokenizer, text), text, str(sum(terms)))
 
     def _draws(self, generator: random.Random) -> Iterator[list[int]]:
+        most, least = self.config.terms, self.config.min_terms
         while True:
-            yield [generator.randint(1, self.config.max_term) for _ in range(self.config.terms)]
+            terms = most if least is None else generator.randint(least, most)
+            yield [generator.randint(1, self.config.max_term) for _ in range(terms)]
 
     def _next_held_out(self) -> list[int]:
         """The next problem of a fixed stream that is held out and was not met before."""
@@ -82,6 +88,14 @@ class Arithmetic:
 
     def _described(self) -> str:
         return f"task.terms = {self.config.terms} with task.max_term = {self.config.max_term}"
+
+
+def _grade(answer: str, response: str) -> Grade:
+    final = response.rsplit(",", 1)[-1]
+    if not re.fullmatch(r"[0-9]+", final):
+        return Grade(0.0, "unparsable", None)
+    found = final.lstrip("0") or "0"
+    return Grade(1.0, "right", found) if found == answer else Grade(0.0, "wrong", found)
 
 
 def question(terms: list[int]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
@@ -14,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from steadyrl.config import ReasoningTask
 from steadyrl.errors import ConfigError
-from steadyrl.tasks.base import Split
+from steadyrl.tasks.base import Grade, Split, template_name
 from steadyrl.tasks.render import render_prompt
-from steadyrl.types import Prompt, Rollout, Status
+from steadyrl.types import Prompt
 
 # a sign counts only where no operand stands before it: "7-5" holds 7 and 5, "= -5" holds -5
 NUMBER = re.compile(r"(?<!\w)[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])|[0-9]+)(?:\.[0-9]+)?")
@@ -43,6 +44,10 @@ class ReasoningGymTask:
         self._config = config
         self._tokenizer = tokenizer
         self._gym = _import_reasoning_gym()
+        self.grader = f"the last number, by reasoning-gym {version('reasoning-gym')}"
+        self.template = template_name(tokenizer)
+        self.test_size: int | None = None
+        self.data: dict[str, Any] = {}
         self._streams: dict[Split, _Stream] = {
             "train": _Stream(self._create_chunk, seed, "train"),
             "test": _Stream(self._create_chunk, TEST_SEED, "test"),
@@ -58,14 +63,19 @@ class ReasoningGymTask:
         """
         return [self._prompt(split, position) for position in range(start, start + count)]
 
-    def grade(self, prompt: Prompt, rollout: Rollout) -> tuple[float, Status]:
+    def grade_all(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Grade]:
         """Reward 1 for the right number, else 0: the scorer's partial credit for near misses is not given."""
-        if rollout.finish != "stop":
-            return 0.0, "truncated" if rollout.finish == "length" else "error"
-        answer = last_number(rollout.text)
+        return [self._grade(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _grade(self, prompt: Prompt, response: str) -> Grade:
+        answer = last_number(response)
         if answer is None:
-            return 0.0, "unparsable"
-        return (1.0, "right") if self._is_right(answer, prompt.meta["entry"]) else (0.0, "wrong")
+            return Grade(0.0, "unparsable", None)
+        is_right = self._is_right(answer, prompt.meta["entry"])
+        return Grade(1.0, "right", answer) if is_right else Grade(0.0, "wrong", answer)
 
     def _is_right(self, answer: str, entry: dict[str, Any]) -> bool:
         return self._scorer.score_answer(answer=answer, entry=entry) >= 1.0

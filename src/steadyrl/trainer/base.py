@@ -27,9 +27,7 @@ class Learner(Protocol):
 
     version: int  # optimizer steps completed
 
-    def train_step(
-        self, micro_batches: Sequence[TrainBatch], old_weights: Mapping[str, Tensor] | None
-    ) -> StepResult:
+    def train_step(self, micro_batches: Sequence[TrainBatch], old_weights: Mapping[str, Tensor] | None) -> StepResult:
         """One optimizer step over all the micro-batches.
 
         `old_weights` are those that the anchors old_actor and step_start score the batch with.

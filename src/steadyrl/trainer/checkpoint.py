@@ -4,6 +4,7 @@ checkpoints/step_000040/
     model/                  Hugging Face format: any tool that reads such folders reads it
     optimizer.safetensors
     snapshots/              weights that the engine still needs, one file a version
+    buffer.jsonl            streaming: the rollouts that wait to be trained on
     state.json              counters and position; lists every file with its size and checksum
 """
 
@@ -15,7 +16,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,19 @@ from steadyrl.trainer.base import Learner
 logger = logging.getLogger(__name__)
 STATE = "state.json"
 CONTENT = {"step": int, "state": dict, "files": dict}  # what state.json holds ...
-COUNTED = {"step": int, "counters": dict, "evaluated": int, "config": dict}  # ... and its state
+COUNTED = {"step": int, "counters": dict, "evaluated": int, "source": dict, "config": dict}  # ... and its state
 CHUNK_BYTES = 1 << 22
 
 
+State = Callable[[Path], Mapping[str, Any]]
+
+
 def save_checkpoint(
-    root: Path, learner: Learner, state: Mapping[str, Any], snapshots: Mapping[int, Mapping[str, Tensor]], keep: int
+    root: Path, learner: Learner, state: State, snapshots: Mapping[int, Mapping[str, Tensor]], keep: int
 ) -> Path:
     """Write the checkpoint of `learner.version`, then remove all but the newest `keep` up to it.
+
+    `state` gives what comes into `state.json`; it may write files of its own into the folder that it is given.
 
     Raises:
         CheckpointError: it could not be written; earlier ones are left as they were.
@@ -68,18 +74,17 @@ def set_aside(root: Path, step: int) -> None:
             folder.rename(unused)
 
 
-def _write(
-    partial: Path, learner: Learner, state: Mapping[str, Any], snapshots: Mapping[int, Mapping[str, Tensor]]
-) -> None:
+def _write(partial: Path, learner: Learner, state: State, snapshots: Mapping[int, Mapping[str, Tensor]]) -> None:
     (partial / "snapshots").mkdir(parents=True)
     learner.save(partial)
     for version, weights in snapshots.items():
         tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
         save_file(tensors, partial / "snapshots" / f"version_{version}.safetensors")
+    content = state(partial)
     files = {
         str(path.relative_to(partial)): _fingerprint(path) for path in sorted(partial.rglob("*")) if path.is_file()
     }
-    _write_synced(partial / STATE, json.dumps({"step": learner.version, "state": state, "files": files}, indent=1))
+    _write_synced(partial / STATE, json.dumps({"step": learner.version, "state": content, "files": files}, indent=1))
 
 
 def latest_checkpoint(root: Path) -> Path:

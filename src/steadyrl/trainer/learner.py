@@ -20,10 +20,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from steadyrl.axes import DppoBoundary, M2poBoundary, SatBoundary
 from steadyrl.config import RunConfig
 from steadyrl.diagnostics.trust_region import topk_divergence
-from steadyrl.errors import TrainingError
+from steadyrl.errors import ConfigError, EngineError, TrainingError
 from steadyrl.method import ObjectiveConfig
-from steadyrl.models.head import Head, read_head
+from steadyrl.models.head import Head, LinearHead, read_head
 from steadyrl.models.load import load_model, save_model
+from steadyrl.models.logprobs import Support, chosen_logp
 from steadyrl.models.routing import RoutingReplay, replay_routing
 from steadyrl.objective.loss import LossOutput, anchor_of, batch_threshold, policy_loss, trust_region_score
 from steadyrl.objective.rule import Layout
@@ -66,6 +67,7 @@ class LocalLearner:
         self._objective: ObjectiveConfig = config.objective
         self._config = config.trainer
         self._temperature = config.sampling.temperature
+        self._is_restricted = config.sampling.is_restricted
         self._replays = config.model.routing_replay
         self._largest_lag = config.pipeline.largest_lag
         self._longest_response = config.sampling.max_response_tokens
@@ -87,6 +89,7 @@ class LocalLearner:
             num_tokens=sum(int(batch.loss_mask.sum()) for batch in micro_batches),
             num_sequences=sum(int(batch.loss_mask.any(dim=1).sum()) for batch in micro_batches),
         )
+        self._check_support(micro_batches)
         scored = self._score(micro_batches, old_weights)
         threshold = self._threshold(scored)
         statistics = StepStatistics(
@@ -129,6 +132,16 @@ class LocalLearner:
             ],
         )
 
+    def _check_support(self, micro_batches: Sequence[TrainBatch]) -> None:
+        """Raises EngineError where top-p or top-k is set and the engine does not say what it left to draw from."""
+        missing = [batch.rollout_ids[0] for batch in micro_batches if batch.support_ids is None]
+        if self._is_restricted and missing:
+            raise EngineError(
+                f"sampling.top_p or sampling.top_k is set, and the rollout of {missing[0]} does not record which "
+                "tokens they left to draw from, so its log-probabilities cannot be computed again: set "
+                "sampling.top_p=1 and sampling.top_k=0, or use an engine that records the support"
+            )
+
     def _step(self) -> None:
         """Move the weights; if that does not give numbers, put the weights before the step back."""
         before = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
@@ -167,7 +180,7 @@ class LocalLearner:
             with nullcontext() if experts is None else replay_routing(head.model, experts) as replay:
                 states = head.states(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
             states = states.flatten(0, 1)[sampled]
-            logp = head.logp(states, batch.target_ids.flatten()[sampled], self._temperature)
+            logp = _sampled_logp(head, batch, states, sampled, self._temperature)
             # only the loss asks for it
             divergence = self._divergence(batch, head, states, sampled) if torch.is_grad_enabled() else None
         everywhere = torch.zeros(batch.loss_mask.numel()).index_put((sampled,), logp)
@@ -181,9 +194,8 @@ class LocalLearner:
         rule = self._objective.boundary
         kind = "kl" if isinstance(rule, DppoBoundary) and rule.divergence == "topk_kl" else "tv"
         current = head.logp_at(states, batch.top_ids.flatten(0, 1)[sampled], self._temperature)
-        divergence = torch.zeros(batch.loss_mask.numel())
-        divergence[sampled] = topk_divergence(batch.top_logp.flatten(0, 1)[sampled], current, kind)
-        return divergence
+        divergence = topk_divergence(batch.top_logp.flatten(0, 1)[sampled], current, kind)
+        return divergence.new_zeros(batch.loss_mask.numel()).index_put((sampled,), divergence)
 
     @torch.no_grad()
     def _score(self, micro_batches: Sequence[TrainBatch], old_weights: Mapping[str, Tensor] | None) -> list[_Scored]:
@@ -278,6 +290,25 @@ class LocalLearner:
                     gap = float((forward.logp.detach() - alone.behavior_logp)[single.loss_mask[0]].abs().max())
                     culprits.append(f"rollout of {name}, largest |log ratio| {gap:.4g}")
         return "; ".join(culprits[:8]) or "no single rollout, only their sum"
+
+
+def _sampled_logp(head: Head, batch: TrainBatch, states: Tensor, sampled: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities of the tokens at the positions `sampled` [T], over the recorded support if there is one.
+
+    Args:
+        states: [T, D], of the head.
+    """
+    target_ids = batch.target_ids.flatten()[sampled]
+    if batch.support_ids is None or batch.support_lengths is None:
+        return head.logp(states, target_ids, temperature)
+    if not isinstance(head, LinearHead):
+        raise ConfigError(
+            f"the output layer of {type(head.model).__name__} cannot be read, so it cannot be trained on what top-p or "
+            "top-k left: set sampling.top_p=1 and sampling.top_k=0"
+        )
+    support = Support(torch.cat(batch.support_ids), batch.support_lengths.flatten()[sampled])
+    projection = head.projection()
+    return chosen_logp(projection, states.to(projection.weight.dtype), target_ids, temperature, support=support)[0]
 
 
 def _layout(batch: TrainBatch) -> Layout:

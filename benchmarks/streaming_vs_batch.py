@@ -1,0 +1,82 @@
+"""Streaming against batch-wise asynchronous training where response lengths vary tenfold: seconds per trained token.
+
+    python benchmarks/streaming_vs_batch.py [--steps 30] [--repeats 3]
+
+The bundled model on sums of 2 to 20 terms: responses of about 3 to 50 tokens. A batch that is generated whole waits
+for its longest response with ever fewer sequences to decode; streaming gives every place that becomes free to the next
+response. Both regimes train on the same number of prompts with a lag of at most 2, the engine in a process of its own,
+with room for as many sequences as a batch has. Runs alternate, so that a machine whose speed drifts slows both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
+WORKLOAD = [
+    "task.min_terms=2",
+    "task.terms=20",
+    "sampling.max_response_tokens=64",
+    "trainer.lr=1e-7",  # the lengths stay what they are
+    "pipeline.prompts_per_batch=16",
+    "engine.max_sequences=128",
+    "evaluation.every_steps=0",
+    "evaluation.prompts=4",
+    "evaluation.samples_per_prompt=1",
+    "pipeline.backend=process",
+]
+REGIMES = {
+    "batch": ["pipeline.regime=batch", "pipeline.lag=2"],
+    "streaming": ["pipeline.regime=streaming", "pipeline.lag=1", "pipeline.max_lag=2"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    rates: dict[str, list[float]] = {regime: [] for regime in REGIMES}
+    for _ in range(options.repeats):
+        for regime, overrides in REGIMES.items():
+            measured = run(options.steps, overrides)
+            rates[regime].append(measured["tokens_per_s"])
+            print(f"{regime:>9}: " + ", ".join(f"{name} {value:.3g}" for name, value in measured.items()), flush=True)
+    ratios = [stream / batch for stream, batch in zip(rates["streaming"], rates["batch"], strict=True)]
+    print(f"streaming over batch-wise, trained tokens per second, pair by pair: {', '.join(f'{r:.2f}' for r in ratios)}")
+    print(f"median {statistics.median(ratios):.2f}")
+
+
+def run(steps: int, overrides: list[str]) -> dict[str, float]:
+    """Trained tokens per second of one run without its first steps, the lengths, and the waiting."""
+    with tempfile.TemporaryDirectory() as folder:
+        fixed = [f"run_dir={folder}/run", f"trainer.steps={steps}", "record.rollouts_every_batches=10"]
+        command = [sys.executable, "-c", "from steadyrl.cli import main; main()", "train", str(RECIPE)]
+        subprocess.run([*command, *WORKLOAD, *fixed, *overrides], check=True, stdout=subprocess.DEVNULL)
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        rollouts = [
+            json.loads(line)
+            for file in (Path(folder) / "run" / "rollouts").iterdir()
+            for line in file.read_text().splitlines()
+        ]
+    rows = [json.loads(line) for line in lines][4:]  # the first ones share the engine with the evaluation
+    seconds = sum(row["seconds"]["step"] for row in rows)
+    lengths = sorted(sum(rollout["loss_mask"]) for rollout in rollouts)
+    return {
+        "tokens_per_s": sum(row["metrics"]["sampled_tokens"] for row in rows) / seconds,
+        "step_s": seconds / len(rows),
+        "wait_share": sum(row["seconds"].get("wait", 0.0) for row in rows) / seconds,
+        "lag_max": max(row["metrics"]["staleness/lag_max"] for row in rows),
+        "length_5th": lengths[len(lengths) // 20],
+        "length_95th": lengths[-1 - len(lengths) // 20],
+    }
+
+
+if __name__ == "__main__":
+    main()
