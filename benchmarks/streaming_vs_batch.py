@@ -49,7 +49,8 @@ def main() -> None:
             rates[regime].append(measured["tokens_per_s"])
             print(f"{regime:>9}: " + ", ".join(f"{name} {value:.3g}" for name, value in measured.items()), flush=True)
     ratios = [stream / batch for stream, batch in zip(rates["streaming"], rates["batch"], strict=True)]
-    print(f"streaming over batch-wise, trained tokens per second, pair by pair: {', '.join(f'{r:.2f}' for r in ratios)}")
+    pairs = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    print(f"streaming over batch-wise, trained tokens per second, pair by pair: {pairs}")
     print(f"median {statistics.median(ratios):.2f}")
 
 

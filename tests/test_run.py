@@ -41,7 +41,7 @@ def make_checkpoint(folder: Path, config: object) -> None:
     checkpoint = folder / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
     (checkpoint / "empty").touch()
-    state = {"step": 1, "counters": {}, "evaluated": 0, "config": config}
+    state = {"step": 1, "counters": {}, "evaluated": 0, "source": {}, "config": config}
     (checkpoint / "state.json").write_text(json.dumps({"step": 1, "state": state, "files": {"empty": "0-00000000"}}))
 
 

@@ -82,7 +82,7 @@ def report(
 def sweep(
     grid: Annotated[Path, typer.Argument(help="a TOML grid, for example recipes/grid_paper.toml")],
     out: Annotated[Path | None, typer.Option(help="the folder of the runs; else the one that the grid names")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="runs at a time, one core each; else one for each core")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="runs at a time; else one for each core")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="the smaller grid, as its [quick] table says")] = False,
 ) -> None:
     """Run methods x lags x seeds, and report on them; started again, it goes on with the runs that are missing."""
@@ -94,17 +94,18 @@ def sweep(
     plan = load_grid(grid, quick=quick, out=out)
     at_once = min(jobs or len(os.sched_getaffinity(0)), len(plan.cells))
     sizes = [f"{len(labels)} {name}" for name, labels in plan.axes.items()]
-    console.print(
-        f"{' x '.join([*sizes, f'{len(plan.seeds)} seeds'])} = {len(plan.cells)} runs, {at_once} at a time, in {plan.out}",
-        soft_wrap=True,
-    )
+    size = " x ".join([*sizes, f"{len(plan.seeds)} seeds"])
+    console.print(f"{size} = {len(plan.cells)} runs, {at_once} at a time, in {plan.out}", soft_wrap=True)
     with SweepProgress(console) as progress:
         state = run_sweep(plan, at_once, progress)
     for name, why in state.failed.items():
         console.print(f"failed: {name}: {why}", soft_wrap=True)
     if state.failed:
         console.print("run the same command again to try these runs again", soft_wrap=True)
-    console.print(f"report: {write_report([plan.out])}", soft_wrap=True)
+    try:
+        console.print(f"report: {write_report([plan.out])}", soft_wrap=True)
+    except ConfigError as error:  # no plotting library: the runs themselves are complete
+        console.print(f"no report: {error}", soft_wrap=True)
 
 
 @app.command()
@@ -114,7 +115,8 @@ def inspect(
         Path, typer.Option(help="the folder for inspect.html, steps.csv and rules.csv; written over if they are there")
     ] = Path("inspection"),
     rules: Annotated[
-        str | None, typer.Option(help="replay only these objectives, for example dapo,dppo-tv; SAT and its bases always")
+        str | None,
+        typer.Option(help="replay only these objectives, for example dapo,dppo-tv; SAT and its bases always"),
     ] = None,
 ) -> None:
     """Read recorded token data: how stale it is, where the mismatch came from, what each clip rule would have cut."""

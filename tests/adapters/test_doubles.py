@@ -296,7 +296,10 @@ def slime_gradient(monkeypatch, batch: Padded, table: Any, **changes: Any) -> Te
         return sum((x * m).sum() / m.sum().clamp(min=1) for x, m in zip(flat.split(lengths), masks, strict=True))
 
     loss, metrics = for_slime.policy_loss(args, data, torch.zeros(1, 1, 1, requires_grad=True), sum_of_sample_mean)
-    assert float(torch.as_tensor(metrics["mismatch/d_bar"])) > 0
+    drift = (batch.logp - batch.behavior)[batch.mask].abs().mean()
+    assert float(torch.as_tensor(metrics["mismatch/d_bar"])) == pytest.approx(
+        float(drift) * batch.rows
+    )  # slime divides
     return torch.autograd.grad(loss, leaf.logp)[0]
 
 

@@ -121,7 +121,8 @@ def _processes_with(word: str) -> list[int]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if any(word in os.readlink(link) for link in (process / "fd").iterdir()) and int(process.name) != os.getpid():
+            holds = any(word in os.readlink(link) for link in (process / "fd").iterdir())
+            if holds and int(process.name) != os.getpid():
                 found.append(int(process.name))
         except OSError:
             continue

@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +105,11 @@ class Chromium:
 
     def _receive(self) -> dict[str, Any]:
         """The next message; events are noted on the way."""
-        deadline = time.monotonic() + DEADLINE_S
         while b"\0" not in self._buffer:
+            readable, _, _ = select.select([self._messages], [], [], DEADLINE_S)
+            assert readable, "the browser is silent"
             part = os.read(self._messages, 1 << 16)
             assert part, "the browser has ended"
-            assert time.monotonic() < deadline, "the browser is silent"
             self._buffer += part
         line, self._buffer = self._buffer.split(b"\0", 1)
         message = json.loads(line)
