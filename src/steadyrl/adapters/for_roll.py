@@ -58,8 +58,7 @@ class ROLLObjective:
         counts = {name: data.meta_info[name]["response_mask"] for name in ("batch_num_tokens", "global_valid_samples")}
 
         def reduce(terms: Tensor) -> Tensor:
-            # its token mean adds up what it is given, masked tokens too
-            return agg_loss(loss_mat=terms * mask, loss_mask=mask, loss_agg_mode=config.loss_agg_mode, **counts)
+            return agg_loss(loss_mat=terms, loss_mask=mask, loss_agg_mode=config.loss_agg_mode, **counts)
 
         tokens = common.from_padded(
             mask,

@@ -3,9 +3,8 @@
     class Trainer(GRPOObjective, GRPOTrainer):
         objective = "sat-gspo"
 
-Made for trl 1.16.0. TRL's `old_per_token_logps` are the trainer's own scores with the weights that sampled, and
-`sampling_per_token_logps` are vLLM's. Without vLLM the trainer's model samples, and the former stand for both.
-"""
+Made for trl 1.16.0. TRL's `old_per_token_logps` are the trainer's own scores with the weights that sampled,
+`sampling_per_token_logps` are vLLM's; without vLLM the trainer's model samples, and the former stand for both."""
 
 from __future__ import annotations
 
