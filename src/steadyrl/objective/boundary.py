@@ -6,17 +6,24 @@ Everything here is detached: a rule steers the gradient and never carries one.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from steadyrl.axes import ClipBoundary, SatBoundary
-from steadyrl.objective.quantile import order_statistic
+from steadyrl.objective.quantile import order_statistic_across
 from steadyrl.objective.ratio import saturated_ratio, tokens_per_sequence
 from steadyrl.objective.rule import BoundaryOutput, Layout, RuleInput
 
 LAG_BUCKETS = 16
+AllReduce = Callable[[Tensor], Tensor]
+
+
+def _alone(counts: Tensor) -> Tensor:
+    """The sum over the ranks where there is one."""
+    return counts
 
 
 def interval(x: RuleInput, low: Tensor | float, high: Tensor | float) -> BoundaryOutput:
@@ -178,20 +185,22 @@ def lag_bucket(age: Tensor) -> Tensor:
     return torch.bucketize(age, powers, right=True)
 
 
-def sat_quantiles_by_lag(rule: SatBoundary, scores: Tensor, layout: Layout, age: Tensor) -> Tensor:
+def sat_quantiles_by_lag(
+    rule: SatBoundary, scores: Tensor, layout: Layout, age: Tensor, all_reduce: AllReduce = _alone
+) -> Tensor:
     """`sat_quantile` of the tokens of each lag bucket alone (our variant): [LAG_BUCKETS], 0 for an empty one."""
     bucket = lag_bucket(age)
-    present = set(bucket[layout.loss_mask].unique().tolist())
+    tokens = all_reduce(torch.bincount(bucket[layout.loss_mask], minlength=LAG_BUCKETS))
     parts = [
-        sat_quantile(rule, scores, replace(layout, loss_mask=layout.loss_mask & (bucket == index)))
-        if index in present
+        sat_quantile(rule, scores, replace(layout, loss_mask=layout.loss_mask & (bucket == index)), all_reduce)
+        if count
         else scores.new_zeros(())
-        for index in range(LAG_BUCKETS)
+        for index, count in enumerate(tokens.tolist())
     ]
     return torch.stack(parts).detach()
 
 
-def sat_quantile(rule: SatBoundary, scores: Tensor, layout: Layout) -> Tensor:
+def sat_quantile(rule: SatBoundary, scores: Tensor, layout: Layout, all_reduce: AllReduce = _alone) -> Tensor:
     """q, the alpha-quantile of the scores |d| of the active tokens (arXiv 2607.18722, Eq. 14).
 
         token       inf{ x : share of active tokens with score <= x is at least alpha }
@@ -201,13 +210,18 @@ def sat_quantile(rule: SatBoundary, scores: Tensor, layout: Layout) -> Tensor:
     Both are one of the scores: nothing is interpolated. With `token` a response counts T_b times, with
     `response` once whatever its length; a response without an active token does not count.
 
+    Args:
+        all_reduce: the sum over the ranks that share the batch, see `order_statistic_across`; every rank has to call
+            this, and no response may be on two of them.
+
     Returns:
         0-d, detached, dtype of `scores`; 0 when no token is active.
     """
-    if rule.quantile_weight == "token":
-        return order_statistic(scores, layout.loss_mask, rule.alpha)
-    lengths = tokens_per_sequence(layout.loss_mask, layout.sequence, layout.num_sequences)
-    return order_statistic(scores, layout.loss_mask, rule.alpha, weights=1.0 / lengths[layout.sequence])
+    weights = None
+    if rule.quantile_weight == "response":
+        lengths = tokens_per_sequence(layout.loss_mask, layout.sequence, layout.num_sequences)
+        weights = 1.0 / lengths[layout.sequence]
+    return order_statistic_across(scores, layout.loss_mask, rule.alpha, all_reduce, weights)
 
 
 def policy_gradient(weight: Tensor, x: RuleInput) -> Tensor:

@@ -191,7 +191,8 @@ def needs(objective: ObjectiveConfig) -> list[str]:
         or objective.correction is not None
         or policy_mismatch,
         "trainer recompute": objective.needs_old_logp,
-        "versions": objective.anchor == "prox_approx",
+        "versions": objective.anchor == "prox_approx"
+        or (isinstance(objective.boundary, SatBoundary) and objective.boundary.quantile_scope == "lag"),
         _distributions(objective.num_top_logprobs): objective.num_top_logprobs != 0,
     }
     return [name for name, needed in wanted.items() if needed]
@@ -213,6 +214,8 @@ def variants(objective: ObjectiveConfig) -> list[str]:
             found.append(f"the paper has the Hill kernel alone, not {rule.kernel}")
         if rule.quantile_scope == "ema":
             found.append("a quantile smoothed over steps")
+        if rule.quantile_scope == "lag":
+            found.append("a quantile for each lag")
         if rule.quantile_weight == "response":
             found.append("the quantile counts responses")
     return found + [REJECTIONS[rejection.kind][2] for rejection in objective.reject if REJECTIONS[rejection.kind][2]]
