@@ -79,7 +79,7 @@ def train(config: RunConfig, *, resume: bool = False, progress: TrainingProgress
         model = load_policy(config.model)
         task = held.enter_context(closing(build_task(config.task, tokenizer, config.seed)))
         evaluation = HeldOut(task, evaluation_request(task, config.evaluation, stream_seed(config.seed, "evaluation")))
-        _check_model(config, model, [*evaluation.held_out.prompts, *task.prompts("train", 0, 1)])
+        _check_model(config, model, evaluation.held_out.prompts, task.prompts("train", 0, 1))
         learner = LocalLearner(model, tokenizer, config)
         progress = progress or TrainingProgress()
         if folder is None or checkpoint is None:
@@ -281,15 +281,22 @@ def _checkpoint_to_resume(config: RunConfig) -> Path:
     return checkpoint
 
 
-def _check_model(config: RunConfig, model: PreTrainedModel, prompts: Sequence[Prompt]) -> None:
+def _check_model(
+    config: RunConfig, model: PreTrainedModel, held_out: Sequence[Prompt], first_trained: Sequence[Prompt]
+) -> None:
     if config.model.routing_replay:
         routers(model)
+    _check_length(model, held_out, "evaluation.max_response_tokens", config.evaluation.max_response_tokens)
+    if config.sampling.long_prompts == "refuse":
+        _check_length(model, first_trained, "sampling.max_response_tokens", config.sampling.max_response_tokens)
+
+
+def _check_length(model: PreTrainedModel, prompts: Sequence[Prompt], key: str, response_tokens: int) -> None:
     longest = max(len(prompt.token_ids) for prompt in prompts)
-    wanted = max(config.sampling.max_response_tokens, config.evaluation.max_response_tokens)
-    if longest + wanted > context_length(model):
+    if longest + response_tokens > context_length(model):
         raise ConfigError(
-            f"a prompt of {longest} tokens and a response of {wanted} do not fit into the model's "
-            f"{context_length(model)} positions: lower sampling.max_response_tokens and evaluation.max_response_tokens"
+            f"a prompt of {longest} tokens and a response of {response_tokens} do not fit into the model's "
+            f"{context_length(model)} positions: lower {key}"
         )
 
 

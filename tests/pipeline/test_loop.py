@@ -140,10 +140,15 @@ def rollout(prompt: Prompt, group: int, version: int) -> Rollout:
 class Parts:
     """A loop of four prompts with four responses each, and all that it is made of."""
 
-    def __init__(self, folder: Path, **pipeline: Any) -> None:
+    def __init__(self, folder: Path, evaluation: dict[str, Any] | None = None, **pipeline: Any) -> None:
         shape = {"regime": "sync", "lag": 0, "prompts_per_batch": 4, "responses_per_prompt": 4} | pipeline
         config = RunConfig.model_validate(
-            {"trainer": {"steps": 4}, "pipeline": shape, "record": {"rollouts_every_batches": 1}}
+            {
+                "trainer": {"steps": 4},
+                "pipeline": shape,
+                "evaluation": evaluation or {},
+                "record": {"rollouts_every_batches": 1},
+            }
         )
         self.learner, self.backend, self.task = StubLearner(), StubBackend(), StubTask()
         self.observer, self.folder = StubObserver(), folder
@@ -181,6 +186,12 @@ def test_one_nan_drops_its_group_and_is_counted(parts):
     assert parts.loop.run()
     assert counts(parts.observer.steps[0]) == [16, 12, 4, 0]
     assert counts(parts.observer.steps[-1]) == [64, 60, 4, 0]
+
+
+def test_an_evaluation_beside_the_last_batch_does_not_swallow_the_last_one(tmp_path):
+    parts = Parts(tmp_path, evaluation={"every_steps": 1})
+    assert parts.loop.run()
+    assert [row["version"] for row in parts.observer.evaluations] == [0, 1, 2, 3, 4]
 
 
 def test_a_recorded_rollout_says_what_the_trainer_made_of_it(parts):

@@ -130,6 +130,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     sums = {
         "reward/mean": (sum(rollout.reward for rollout in rollouts), number),
         "reward/groups_without_signal": (without_signal, len(groups)),
+        "prompts/too_long": (sum(group[0].finish == "too_long" for group in groups), len(groups)),
         "response/tokens": (tokens, number),
     }
     for status in get_args(Status):
