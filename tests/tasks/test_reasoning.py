@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from steadyrl.config import ReasoningTask
 from steadyrl.errors import ConfigError
-from steadyrl.tasks.reasoning import ReasoningGymTask, last_number
+from steadyrl.tasks.answers import last_number
+from steadyrl.tasks.reasoning import ReasoningGymTask
 
 EASY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 

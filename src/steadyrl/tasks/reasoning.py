@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import zlib
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -15,12 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from steadyrl.config import ReasoningTask
 from steadyrl.errors import ConfigError
+from steadyrl.tasks.answers import last_number
 from steadyrl.tasks.base import Grade, Split, template_name
 from steadyrl.tasks.render import render_prompt
 from steadyrl.types import Prompt
-
-# a sign counts only where no operand stands before it: "7-5" holds 7 and 5, "= -5" holds -5
-NUMBER = re.compile(r"(?<!\w)[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])|[0-9]+)(?:\.[0-9]+)?")
 
 CHUNK = 512  # entries per reasoning-gym data set; entry i of a set with seed s is drawn from s + i
 HELD_OUT = 8  # one question in 8 belongs to the test split
@@ -148,19 +145,6 @@ class _Stream:
         if number != self._chunk_number:
             self._chunk_number, self._chunk = number, self._create_chunk(self._seed + number * CHUNK)
         return self._chunk[offset]
-
-
-def last_number(text: str) -> str | None:
-    """The last number in a response, without sign "+", thousands separators and leading zeros; None if none.
-
-    "7 + 5 = 12." gives "12", "about -1,234.50" gives "-1234.50", "x2" gives None.
-    """
-    found = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    if not found:
-        return None
-    whole, point, decimals = found[-1].replace(",", "").partition(".")
-    sign = "-" if whole.startswith("-") and found[-1].strip("-+0.,") else ""
-    return sign + (whole.lstrip("-+0") or "0") + point + decimals
 
 
 def _split_of(question: str) -> Split:
