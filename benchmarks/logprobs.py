@@ -123,7 +123,7 @@ def time_table(tokens: int, vocabulary: int, hidden: int, pairs: int) -> Iterato
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192, help="of the memory that is asked about")
     parser.add_argument("--plain-tokens", type=int, nargs="+", default=[512, 1024, 2048], help="measured the plain way")
     parser.add_argument("--timed-tokens", type=int, default=1024)

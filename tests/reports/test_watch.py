@@ -267,13 +267,23 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(tmp_path):
     code = "from steadyrl.cli import main; main()"
     command = [sys.executable, "-c", code, "watch", str(tmp_path / "run"), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as run:
-        line = run.stdout.readline()
-        port = int(re.search(r"http://127\.0\.0\.1:(\d+)/", line)[1])
-        assert ask(port).status == 200
-        run.send_signal(signal.SIGINT)
-        assert run.wait(timeout=60) == 0
-        assert run.stdout.read() == ""
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # the tests may run where Ctrl-C is ignored
+    ) as run:
+        try:
+            line = run.stdout.readline()
+            port = int(re.search(r"http://127\.0\.0\.1:(\d+)/", line)[1])
+            assert ask(port).status == 200
+            run.send_signal(signal.SIGINT)
+            assert run.wait(timeout=60) == 0
+            assert run.stdout.read() == ""
+        finally:
+            run.kill()
     missing = subprocess.run(
         [sys.executable, "-c", code, "watch", str(tmp_path / "none")], capture_output=True, text=True, env=environment
     )

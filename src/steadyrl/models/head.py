@@ -28,7 +28,8 @@ SOFTCAP = "final_logit_softcapping"
 class Head(Protocol):
     """A model in two parts: `states` runs all but the output layer, the rest speaks about rows of the states."""
 
-    model: PreTrainedModel
+    @property
+    def model(self) -> PreTrainedModel: ...
 
     def states(self, **inputs: Tensor) -> Tensor:
         """[S, W, D]: what `logp` and `logp_at` need, for each position of `input_ids` [S, W]."""

@@ -181,7 +181,7 @@ class _ChosenLogp(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # pyright: ignore[reportIncompatibleMethodOverride] (it is typed by position)
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         states, weight, bias, target_ids, log_norm, entropy = ctx.saved_tensors
         scale, softcap, temperature, support, max_logits = ctx.settings
