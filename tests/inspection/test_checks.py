@@ -68,6 +68,18 @@ def test_ratio_away_from_1_for_no_known_reason(tmp_path):
     assert "not of what it sampled from" in checks["mean ratio"].sentence
 
 
+def test_a_low_ratio_with_drift_on_both_sides_is_no_top_p(tmp_path):
+    rows = dumps.own_rows(dumps.make_run(steps=2, responses=160, longest=120))
+    rng = np.random.default_rng(0)
+    for row in rows:  # E[e^d] = 0.99, and 59 % of the drift below 0
+        d = rng.normal(-0.0211, 0.15, len(row["token_ids"]))
+        row["behavior_logp"] = np.where(row["loss_mask"], -1.0 - rng.random(len(d)), 0.0).tolist()
+        row["trainer_logp"] = (np.asarray(row["behavior_logp"]) + d).tolist()
+    checks = checks_of(tmp_path, rows)
+    assert checks["sampling support"].state == "good"
+    assert "mean ratio" in bad(checks)
+
+
 def test_ratios_that_are_all_exactly_1(tmp_path):
     rows = dumps.own_rows(dumps.make_run(**BIG))
     for row in rows:
@@ -138,7 +150,9 @@ def test_versions(tmp_path):
     rows[0]["versions"][-1] = 9  # the learner has 0
     rows[1]["versions"][-1] = -1
     rows[60]["versions"][-5:] = [0, 1, 1, 0, 0]
-    sentence = checks_of(tmp_path, rows)["versions"].sentence
+    found = inspect([dumps.write_jsonl(tmp_path / "dump.jsonl", rows)], ["grpo"])
+    sentence = next(check.sentence for check in found.checks if check.name == "versions")
+    assert sum(found.breakdowns["age"]["d_bar"][1].tolist()) == found.evidence.active - 2  # neither is given an age
     assert "1 tokens were sampled by a version that the learner had not reached" in sentence
     assert "1 trained tokens have no version" in sentence
     assert "in 1 responses a later token has an older version" in sentence

@@ -44,7 +44,7 @@ RULES = [
 
 @pytest.fixture(scope="module")
 def run():
-    return dumps.make_run(drift=0.3)
+    return dumps.make_run(drift=0.15)  # q of SAT is below log 1.2, and the plain clip cuts some
 
 
 @pytest.fixture(scope="module", params=WRITERS)
@@ -153,19 +153,22 @@ def test_sat_by_hand(findings, run):
 
 
 def test_signal_and_gradient_by_hand(findings, run):
-    """Shares of |A|: what grpo removes, and r |A| of what it keeps."""
-    cut = kept = whole = 0.0
-    for one in run:
-        active = np.asarray(one.loss_mask, bool)
-        d = np.asarray(one.trainer_logp, np.float64)[active] - np.asarray(one.behavior_logp)[active]
-        lost = (np.exp(d) > 1.2) if one.advantage > 0 else (np.exp(d) < 0.8)
-        cut += abs(one.advantage) * lost.sum()
-        kept += abs(one.advantage) * np.exp(d)[~lost].sum()
-        whole += abs(one.advantage) * len(d)
+    """Shares of |A|: what grpo removes, and r |A| of what it keeps; the loss divides each step by its tokens."""
+    cut = whole = kept = plain = 0.0
+    for step in sorted({one.step for one in run}):
+        batch = [one for one in run if one.step == step]
+        tokens = sum(sum(one.loss_mask) for one in batch)
+        for one in batch:
+            active = np.asarray(one.loss_mask, bool)
+            d = np.asarray(one.trainer_logp, np.float64)[active] - np.asarray(one.behavior_logp)[active]
+            lost = (np.exp(d) > 1.2) if one.advantage > 0 else (np.exp(d) < 0.8)
+            cut += abs(one.advantage) * lost.sum()
+            whole += abs(one.advantage) * len(d)
+            kept += abs(one.advantage) * np.exp(d)[~lost].sum() / tokens
+            plain += abs(one.advantage) * len(d) / tokens
     found = totals_of(findings, "grpo").means()
     assert found["inspect/signal_cut"] == pytest.approx(cut / whole, rel=1e-6)
-    # each step's terms are divided by that step's tokens, so the steps do not weigh the same
-    assert found["inspect/gradient_kept"] == pytest.approx(kept / whole, rel=2e-2)
+    assert found["inspect/gradient_kept"] == pytest.approx(kept / plain, rel=1e-5)
 
 
 def test_steps_and_counts(findings, run):

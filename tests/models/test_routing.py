@@ -95,9 +95,14 @@ def test_padding_is_left_to_the_model_and_changes_nothing(model, ids):
     padded = torch.cat([ids, torch.zeros(3, 4, dtype=torch.int64)], dim=1)
     mask = torch.cat([torch.ones_like(ids), torch.zeros(3, 4, dtype=torch.int64)], dim=1)
     rows = torch.cat([experts, torch.full((3, 4, 3, 2), -1)], dim=1)
-    with torch.no_grad(), record_routing(model) as own, replay_routing(model, rows) as seen:
-        with record_routing(model) as used:  # hooks run in the order of registration: before and after the replay
-            out = model(input_ids=padded, attention_mask=mask).logits
+    # hooks run in the order of registration: the recorders see the experts before and after the replay
+    with (
+        torch.no_grad(),
+        record_routing(model) as own,
+        replay_routing(model, rows) as seen,
+        record_routing(model) as used,
+    ):
+        out = model(input_ids=padded, attention_mask=mask).logits
     for before, after in zip(own, used, strict=True):
         assert torch.equal(after.view(3, 11, 2)[:, 7:], before.view(3, 11, 2)[:, 7:])  # not all to expert 0
     torch.testing.assert_close(out[:, :7], logits, atol=1e-4, rtol=1e-4)
