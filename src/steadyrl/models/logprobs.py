@@ -181,8 +181,8 @@ class _ChosenLogp(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
-    @once_differentiable  # pyright: ignore[reportIncompatibleMethodOverride] (it is typed by position)
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore (by position)
         states, weight, bias, target_ids, log_norm, entropy = ctx.saved_tensors
         scale, softcap, temperature, support, max_logits = ctx.settings
         logp_grad, entropy_grad = gradients
