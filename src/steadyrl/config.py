@@ -165,6 +165,7 @@ class PipelineConfig(Table):
     # ---- streaming ----
     max_lag: Lag = 8  # optimizer steps; no token is older when it is trained on
     groups_in_flight: NonNegative = 0  # prompts in the engine at a time; 0 = twice prompts_per_batch
+    queue_groups: NonNegative = 0  # prompts that may wait, finished; 0 = prompts_per_batch
     rollout_timeout_s: ZeroOrMore = 0.0  # for a response, from its first step; 0 = none
     on_timeout: Literal["replace", "keep"] = "replace"  # give up the prompt and take another; or train on what there is
     controller: ControllerConfig | None = None
@@ -172,6 +173,10 @@ class PipelineConfig(Table):
     @property
     def most_groups_in_flight(self) -> int:
         return self.groups_in_flight or 2 * self.prompts_per_batch
+
+    @property
+    def most_ready_groups(self) -> int:
+        return self.queue_groups or self.prompts_per_batch
 
     @property
     def responses_per_batch(self) -> int:

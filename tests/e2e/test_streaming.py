@@ -80,6 +80,7 @@ def test_the_bound_is_reached_and_never_exceeded(tmp_path, max_lag, backend):
         *STREAMING,
         f"pipeline.max_lag={max_lag}",
         f"pipeline.groups_in_flight={4 * (max_lag + 1)}",
+        f"pipeline.queue_groups={4 * (max_lag + 1)}",
         "engine.max_sequences=48",
         f"trainer.steps={2 * max_lag + 6}",
         f"pipeline.backend={backend}",

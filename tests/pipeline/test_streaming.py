@@ -120,6 +120,15 @@ def test_no_more_groups_run_than_the_limit_says():
     assert len(backend.running) == 4
 
 
+def test_a_fast_engine_does_not_fill_the_queue_up_to_the_bound():
+    source, backend, _ = make_source(max_lag=8, groups_in_flight=4, queue_groups=2)
+    source.prepare(0)
+    while backend.running:
+        source._receive(wait=True)
+        source._admit(0)
+    assert source.buffered == (4 + 2) * 2
+
+
 def test_groups_that_are_given_up_are_counted_and_replaced():
     source, backend, _ = make_source(max_lag=2)
     backend.gives_up = {1, 4}

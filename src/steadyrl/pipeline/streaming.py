@@ -168,7 +168,10 @@ class StreamingSource:
         if due < version:
             return  # until the next broadcast
         free = room(outstanding, due=due, version=version, groups_per_step=self._pipeline.prompts_per_batch)
-        free = min(free, self._settings.groups_in_flight - sum(not group.is_finished for group in outstanding))
+        limit = self._settings.groups_in_flight
+        free = min(free, limit - sum(not group.is_finished for group in outstanding))
+        # an engine that is faster than the trainer must not fill the queue with what will be old
+        free = min(free, limit + self._pipeline.most_ready_groups - len(outstanding))
         left = self._config.trainer.steps - version  # no more than the run will train on
         free = min(free, left * self._pipeline.prompts_per_batch - len(outstanding))
         admitted = []
