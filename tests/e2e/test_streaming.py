@@ -122,7 +122,7 @@ def test_a_resumed_run_trains_on_every_prompt_once(tmp_path, how):
     arguments += ["pipeline.groups_in_flight=12", "engine.max_sequences=16", "pipeline.backend=process"]
     process = subprocess.Popen(command(folder, *arguments), stdout=subprocess.DEVNULL, start_new_session=True)
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 300
         while not (folder / "metrics.jsonl").exists() or len(rows(folder, "metrics.jsonl")) < 5:
             assert time.monotonic() < end
             assert process.poll() is None
