@@ -2,11 +2,12 @@
 
     python benchmarks/logprobs.py [--vocabulary 151936] [--hidden 1024] [--pairs 5] [--out FILE]
 
-The last step of a language model, float32, forward and backward, with gradients for the states and for the output
-matrix: the plain way makes all logits and keeps them (`token_logp`), the other makes them in chunks, twice
-(`chosen_logp`). Memory is the growth of the resident set, the gradients included, over what it was when the inputs
-stood ready, in a fresh process for each line. The plain way is measured at a few sizes; at `--tokens` it needs more
-than many machines have, and its figure there is the line through the two largest of them.
+The last step of a language model, float32, with log-probabilities and entropy forward, and backward the gradients of
+the states and of the output matrix: the plain way makes all logits and keeps them (`token_logp`, and the entropy from
+the same logits), the other makes them in blocks of the vocabulary, twice (`chosen_logp`). Memory is the growth of the
+resident set, the gradients included, over what it was when the inputs stood ready, in a fresh process for each line.
+The plain way is measured at a few sizes; at `--tokens` it needs more than many machines have, and its figure there is
+the line through the two largest of them.
 
 Time is that of the process (user and system), so that neighbours on a shared machine count less; the two ways take
 turns on the same inputs, and the median of the ratios is shown. Both must agree to 1e-5. One thread. Linux.
@@ -44,18 +45,26 @@ class Inputs:
         self.targets = torch.randint(vocabulary, (tokens,), generator=random)
         self.coefficients = torch.randn(tokens, generator=random)
 
-    def run(self, way: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities and the two gradients."""
+    def run(self, way: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log-probabilities, entropy and the two gradients."""
         self.states.grad = self.weight.grad = None
         projection = Projection(self.weight)
         if way == "plain":
-            logp = token_logp(projection.logits(self.states), self.targets, TEMPERATURE)
+            logits = projection.logits(self.states)
+            logp, entropy = token_logp(logits, self.targets, TEMPERATURE), plain_entropy(logits)
         else:
-            logp = chosen_logp(projection, self.states, self.targets, TEMPERATURE)[0]
+            logp, entropy = chosen_logp(projection, self.states, self.targets, TEMPERATURE)
         (logp * self.coefficients).sum().backward()
         assert self.states.grad is not None
         assert self.weight.grad is not None
-        return logp.detach(), self.states.grad, self.weight.grad
+        return logp.detach(), entropy.detach(), self.states.grad, self.weight.grad
+
+
+@torch.no_grad()
+def plain_entropy(logits: Tensor) -> Tensor:
+    """[T] nats, as a metric: log sum e^z - sum p z."""
+    scaled = logits / TEMPERATURE
+    return torch.logsumexp(scaled, dim=-1) - (torch.softmax(scaled, dim=-1) * scaled).sum(dim=-1)
 
 
 def resident(name: str) -> int:

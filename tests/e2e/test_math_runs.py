@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +86,41 @@ def test_the_papers_recipe_runs_two_steps_with_a_tiny_model_and_small_files(tmp_
     metrics = run.steps[0]["metrics"]
     statuses = ("right", "wrong", "unparsable", "truncated", "timeout", "error")
     assert sum(metrics[f"reward/{status}"] for status in statuses) == pytest.approx(1.0)
+
+
+def test_a_run_whose_verifier_is_killed_again_and_again_gets_every_reward(tmp_path, monkeypatch):
+    pytest.importorskip("math_verify", reason="math-verify (extra `real`) is not installed")
+    data = jsonl(tmp_path / "train.jsonl", [{"problem": f"{i}+{i}=", "answer": str(2 * i)} for i in range(8)])
+    test = jsonl(tmp_path / "test.jsonl", [{"problem": "9+9=", "answer": "18"}])
+    task = {"name": "math_dataset", "train": [data], "test": [test]}
+    fixed = [*SMALL, "evaluation.prompts=0", "record.rollouts_every_batches=1", "trainer.steps=4"]
+    killed = []
+
+    class Killed(math_dataset.Verifier):
+        def __init__(self, *settings):
+            self.is_ready = False
+            super().__init__(*settings)
+            self.is_ready = True
+
+        def grade(self, answers):
+            if not self.is_ready:
+                return super().grade(answers)
+            for pid in self.worker_pids():
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+            roots = [rf"\boxed{{\sqrt{{{4 * n + 4}}}}}" for n in range(len(answers))]  # that a worker has to judge
+            return super().grade([replace(answer, response=root) for answer, root in zip(answers, roots, strict=True)])
+
+    rewards = {}
+    for name, verifier in (("calm", StubVerifier), ("killed", Killed)):
+        monkeypatch.setattr(math_dataset, "Verifier", verifier)
+        run = build_config({"task": task}, [*fixed, f"run_dir={tmp_path / name}"])
+        assert train(run).finished
+        batches = [read_rollouts(file) for file in recorded_batches(read_run(tmp_path / name))]
+        rewards[name] = [row["status"] for batch in batches for row in batch]
+    assert len(set(killed)) > 4
+    assert "error" not in rewards["killed"]
+    assert len(rewards["killed"]) == len(rewards["calm"])
 
 
 def test_no_problem_is_skipped_or_trained_on_twice_across_a_resume_at_an_epochs_end(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -12,6 +13,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from steadyrl.errors import CheckpointError
+from steadyrl.recipe import load_config
+from steadyrl.run import train as train_here
+from steadyrl.trainer import learner
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 STEADYRL = [sys.executable, "-c", "from steadyrl.cli import main; main()"]
@@ -113,6 +119,28 @@ def test_weights_arrive_in_the_middle_of_responses(tmp_path):
     for rollout in rollouts:
         sampled = [v for v in rollout["versions"] if v >= 0]
         assert sampled == sorted(sampled)
+
+
+def test_a_disk_that_fills_up_costs_nothing_that_was_saved(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    arguments = [*SMALL, *STREAMING, "pipeline.max_lag=3", "pipeline.groups_in_flight=12", "checkpoint.every_steps=1"]
+    arguments += ["trainer.steps=6", "pipeline.backend=inline", f"run_dir={folder}"]
+    config, save_model = load_config(RECIPES / "smoke.toml", arguments), learner.save_model
+
+    def save(model, tokenizer, folder: Path, *rest) -> None:
+        save_model(model, tokenizer, folder, *rest)
+        if "step_000004" in str(folder):
+            (folder / "model.safetensors").write_bytes(b"half of it")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(learner, "save_model", save)
+    with pytest.raises(CheckpointError, match=r"step_000004.*No space left.*last complete checkpoint is .*step_000003"):
+        train_here(config)
+    monkeypatch.undo()
+    assert train_here(config, resume=True).finished
+    assert [row["step"] for row in rows(folder, "metrics.jsonl")] == list(range(1, 7))
+    check_books(folder)
+    assert max(Counter(trained_prompts(folder)).values()) == 1
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])

@@ -14,8 +14,10 @@ D_BAR = ControllerConfig(budget=0.02, every_steps=4)
 @pytest.mark.parametrize(
     ("measured", "before", "after"),
     [
-        (0.03, (3, 40), (2, 40)),  # beyond: broadcast more often first
-        (0.03, (1, 40), (1, 30)),  # then fewer groups
+        (0.025, (3, 40), (2, 40)),  # beyond: broadcast more often first
+        (0.025, (1, 40), (1, 30)),  # then fewer groups
+        (0.03, (3, 40), (1, 40)),  # half too much: 3/4 is not enough, 9/16 is
+        (0.06, (2, 40), (1, 16)),  # three times: 40 to 30, 22, 16
         (0.03, (1, 9), (1, 8)),  # no fewer than a step needs
         (0.03, (1, 8), None),
         (0.02, (1, 40), None),  # at the budget
@@ -26,7 +28,7 @@ D_BAR = ControllerConfig(budget=0.02, every_steps=4)
         (0.0139, (8, 72), None),  # longest_broadcast_interval
     ],
 )
-def test_one_notch_at_a_time_within_the_limits(measured, before, after):
+def test_notches_are_as_many_as_needed_and_within_the_limits(measured, before, after):
     decision = decide(D_BAR, PIPELINE, measured, Settings(*before))
     assert (decision and decision.settings) == (after and Settings(*after))
 
@@ -45,7 +47,7 @@ def test_the_mean_of_a_window_decides_and_steps_without_a_number_do_not_count():
     values = [0.01, float("nan"), 0.05, 0.01, 0.05]
     decisions = [controller.observe({"mismatch/d_bar": value}, Settings(1, 40)) for value in values]
     assert decisions[:4] == [None] * 4
-    assert decisions[4].settings == Settings(1, 30)
+    assert decisions[4].settings == Settings(1, 22)
     assert decisions[4].reason == "d_bar 0.03 against a budget of 0.02: fresher"
     assert controller.observe({"mismatch/d_bar": 0.05}, Settings(1, 30)) is None  # a new window
 

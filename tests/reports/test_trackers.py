@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -155,6 +157,20 @@ def test_a_tracker_that_cannot_open_or_close_does_not_stop_the_run(tmp_path, ser
         tracking.step(make_report(1))
     assert services.tensorboard.steps("reward/mean") == [1]
     assert [text.split()[0] for text in said] == ["wandb", "tensorboard"]
+
+
+def test_a_tracker_that_hangs_at_the_end_does_not_keep_the_run(tmp_path, services, monkeypatch):
+    monkeypatch.setattr(trackers, "CLOSE_TIMEOUT_S", 0.1)
+    released = threading.Event()
+    services.tensorboard.close = lambda failed: released.wait(60)
+    folder, messages = RunFolder.create(tmp_path / "run", make_config()), []
+    start = time.monotonic()
+    with Tracking(tracked("tensorboard", "wandb"), folder.path, messages.append) as tracking:
+        tracking.step(make_report(1))
+    assert time.monotonic() - start < 30
+    released.set()
+    assert messages == ["tensorboard did not close within 0 s; the run folder has every row"]
+    assert services.wandb.ends == [False]
 
 
 def test_a_run_that_fails_is_closed_as_failed_and_its_error_is_kept(tmp_path, services):

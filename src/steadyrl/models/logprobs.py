@@ -1,8 +1,9 @@
 """Log-probabilities of chosen tokens, in float32, from logits or straight from the last hidden states.
 
-`token_logp` takes logits that exist. `chosen_logp` makes them a few rows at a time and throws them away, in the
-backward pass too: of tokens x vocabulary only `MAX_LOGITS` numbers are ever held. The backward pass makes each
-row's logits a second time, which is one matrix product more than keeping them.
+`token_logp` takes logits that exist. `chosen_logp` makes them for a block of the vocabulary at a time and throws them
+away, in the backward pass too: of tokens x vocabulary only `MAX_LOGITS` numbers are ever held. The backward pass makes
+the logits a second time, which is one matrix product more than keeping them. Blocks of the vocabulary, and not of the
+tokens: each row of the output matrix is then read once a pass, and its gradient is written once.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def chosen_logp(
         target_ids: [T] int64.
         temperature: the one that the tokens were sampled with.
         support: what the targets were sampled from; None is the whole vocabulary.
-        max_logits: how many logits to hold at once.
+        max_logits: how many logits to hold at once; at least one for each token.
 
     Returns:
         Log-probability [T] and entropy [T] in nats, both float32 with gradient. Each costs the backward pass
@@ -129,7 +130,7 @@ def chosen_logp(
 def logp_at(
     projection: Projection, states: Tensor, token_ids: Tensor, temperature: float, max_logits: int = MAX_LOGITS
 ) -> Tensor:
-    """Log-probabilities of several tokens at each position, without gradient and in chunks.
+    """Log-probabilities of several tokens at each position, without gradient and in blocks.
 
     Args:
         states: [T, H].
@@ -138,12 +139,15 @@ def logp_at(
     Returns:
         [T, K] float32.
     """
-    logp = torch.empty(token_ids.shape, device=states.device)
-    buffers = _Buffers(projection, len(states), max_logits)
-    for rows in buffers.chunks():
-        z = buffers.logits(states[rows], temperature)
-        logp[rows] = z.gather(-1, token_ids[rows]) - _log_norm(z, buffers.spare[: len(z)]).unsqueeze(-1)
-    return logp
+    softmax = _Softmax(len(states), states.device)
+    z_at = torch.empty(token_ids.shape, device=states.device)
+    blocks = _Blocks(projection, len(states), max_logits)
+    for block in blocks:
+        z = blocks.logits(states, block, temperature)
+        row, column = _inside(token_ids, block).nonzero(as_tuple=True)
+        z_at[row, column] = z[row, token_ids[row, column] - block.start]
+        softmax.add(z, blocks.spare)
+    return z_at - softmax.log_norm.unsqueeze(-1)
 
 
 class _ChosenLogp(torch.autograd.Function):
@@ -164,21 +168,20 @@ class _ChosenLogp(torch.autograd.Function):
         support: Support | None,
         max_logits: int,
     ) -> tuple[Tensor, Tensor]:
-        logp = torch.empty(len(states), device=states.device)
-        log_norm, entropy = torch.empty_like(logp), torch.empty_like(logp)
-        buffers = _Buffers(projection, len(states), max_logits)
-        for rows in buffers.chunks():
-            z = buffers.logits(states[rows], temperature)
-            _restrict(z, support, rows)
-            spare = buffers.spare[: len(z)]
-            log_norm[rows] = _log_norm(z, spare)
-            z -= log_norm[rows].unsqueeze(-1)
-            logp[rows] = z.gather(-1, target_ids[rows].unsqueeze(-1)).squeeze(-1)
-            entropy[rows] = -torch.exp(z, out=spare).mul_(z).sum(dim=-1)
+        softmax = _Softmax(len(states), states.device)
+        chosen = torch.empty(len(states), device=states.device)
+        blocks = _Blocks(projection, len(states), max_logits)
+        for block in blocks:
+            z = blocks.logits(states, block, temperature)
+            _restrict(z, support, block)
+            row = _inside(target_ids, block).nonzero().squeeze(1)
+            chosen[row] = z[row, target_ids[row] - block.start]
+            softmax.add(z, blocks.spare)
+        log_norm, entropy = softmax.log_norm, softmax.entropy
         ctx.save_for_backward(states, weight, bias, target_ids, log_norm, entropy)
         ctx.settings = (projection.scale, projection.softcap, temperature, support, max_logits)
         ctx.set_materialize_grads(False)
-        return logp, entropy
+        return chosen - log_norm, entropy
 
     @staticmethod
     @once_differentiable
@@ -187,67 +190,109 @@ class _ChosenLogp(torch.autograd.Function):
         scale, softcap, temperature, support, max_logits = ctx.settings
         logp_grad, entropy_grad = gradients
         wants_states, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        states_grad = torch.empty_like(states) if wants_states else None
-        # sums over the chunks are float32, whatever the dtype of the weights
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        bias_grad = torch.zeros(len(weight), device=weight.device) if wants_bias else None
-        buffers = _Buffers(Projection(weight, bias, scale, softcap), len(states), max_logits)
-        for rows in buffers.chunks():
-            z = buffers.logits(states[rows], temperature)
-            _restrict(z, support, rows)
-            z -= log_norm[rows].unsqueeze(-1)
-            z_grad = _gradient(z, buffers.spare[: len(z)], logp_grad, entropy_grad, entropy, target_ids, rows)
+        # a sum over the blocks is float32, whatever the dtype of the weights
+        states_grad = torch.zeros_like(states, dtype=torch.float32) if wants_states else None
+        weight_grad = torch.empty_like(weight) if wants_weight else None
+        bias_grad = torch.empty_like(bias) if wants_bias else None
+        blocks = _Blocks(Projection(weight, bias, scale, softcap), len(states), max_logits)
+        for block in blocks:
+            log_p = blocks.logits(states, block, temperature)
+            _restrict(log_p, support, block)
+            log_p -= log_norm.unsqueeze(-1)
+            z_grad = _gradient(log_p, blocks.spare, logp_grad, entropy_grad, entropy)
+            if logp_grad is not None:
+                row = _inside(target_ids, block).nonzero().squeeze(1)
+                z_grad[row, target_ids[row] - block.start] += logp_grad[row]
             if softcap is not None:
-                z_grad *= buffers.slope[: len(z)]
-            z_grad *= scale / temperature
+                z_grad *= blocks.slope
+            if scale != temperature:
+                z_grad *= scale / temperature
             if bias_grad is not None:
-                bias_grad += z_grad.sum(dim=0)
-            z_grad = buffers.as_weight(z_grad)
-            if states_grad is not None:
-                torch.mm(z_grad, weight, out=states_grad[rows])
+                bias_grad[block] = z_grad.sum(dim=0)
+            z_grad = blocks.as_weight(z_grad)
             if weight_grad is not None:
-                _add_product(weight_grad, z_grad.t(), states[rows])
-        cast_weight = None if weight_grad is None else weight_grad.to(weight.dtype)
-        cast_bias = None if bias_grad is None else bias_grad.to(weight.dtype)
-        return states_grad, cast_weight, cast_bias, None, None, None, None, None
+                torch.mm(z_grad.t(), states, out=weight_grad[block])
+            if states_grad is not None:
+                _add_product(states_grad, z_grad, weight[block])
+        cast_states = None if states_grad is None else states_grad.to(states.dtype)
+        return cast_states, weight_grad, bias_grad, None, None, None, None, None
 
 
-class _Buffers:
-    """Room for the logits of a chunk. It is used again and again: on a CPU, fresh pages for every chunk would cost
-    as much as a matrix product."""
+class _Softmax:
+    """Normalizer and entropy of rows of logits that arrive a block at a time."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._largest = torch.full((num_rows,), OUTSIDE, device=device)
+        self._total = torch.zeros(num_rows, device=device)  # sum of e^(z - largest)
+        self._moment = torch.zeros(num_rows, device=device)  # sum of (z - largest) e^(z - largest)
+
+    def add(self, z: Tensor, spare: Tensor) -> None:
+        """Take in a block [T, v]; `z` and `spare` are used up."""
+        largest = torch.maximum(self._largest, z.amax(dim=-1))
+        shift = self._largest - largest
+        shrink = shift.exp()
+        self._moment = (self._moment + shift * self._total) * shrink
+        self._total = self._total * shrink
+        self._largest = largest
+        z -= largest.unsqueeze(-1)
+        exp = torch.exp(z, out=spare)
+        self._total += exp.sum(dim=-1)
+        self._moment += exp.mul_(z).sum(dim=-1)
+
+    @property
+    def log_norm(self) -> Tensor:
+        return self._largest + self._total.log()
+
+    @property
+    def entropy(self) -> Tensor:
+        return self._total.log() - self._moment / self._total
+
+
+class _Blocks:
+    """The vocabulary in blocks, and room for the logits of one. It is used again and again: on a CPU, fresh pages for
+    every block would cost as much as a matrix product."""
 
     def __init__(self, projection: Projection, num_rows: int, max_logits: int) -> None:
         self._projection = projection
-        self._num_rows = num_rows
-        self._size = max(1, min(num_rows, max_logits // projection.vocabulary))
-        shape, weight = (self._size, projection.vocabulary), projection.weight
+        self._width = min(projection.vocabulary, max(1, max_logits // max(1, num_rows)))
+        shape, weight = (num_rows, self._width), projection.weight
         self._z = torch.empty(shape, device=weight.device)
-        self.spare = torch.empty_like(self._z)
-        self.slope = torch.empty_like(self._z) if projection.softcap is not None else self.spare
+        self._spare = torch.empty_like(self._z)
+        self._slope = torch.empty_like(self._z) if projection.softcap is not None else self._spare
         self._low = None if weight.dtype == torch.float32 else torch.empty_like(self._z, dtype=weight.dtype)
+        self._now = self._width  # of the block in work: the last one is narrower
 
-    def chunks(self) -> Iterator[slice]:
-        for start in range(0, self._num_rows, self._size):
-            yield slice(start, min(start + self._size, self._num_rows))
+    def __iter__(self) -> Iterator[slice]:
+        for start in range(0, self._projection.vocabulary, self._width):
+            yield slice(start, min(start + self._width, self._projection.vocabulary))
 
-    def logits(self, states: Tensor, temperature: float) -> Tensor:
-        """Logits [c, V] float32 over the temperature; `slope` becomes the derivative of the soft-cap, 1 - tanh^2."""
-        weight, bias = self._projection.weight, self._projection.bias
+    @property
+    def spare(self) -> Tensor:
+        return self._shaped(self._spare)
+
+    @property
+    def slope(self) -> Tensor:
+        """Derivative of the soft-cap at the logits that were made last, 1 - tanh^2."""
+        return self._shaped(self._slope)
+
+    def logits(self, states: Tensor, block: slice, temperature: float) -> Tensor:
+        """Logits [T, v] float32 of a block, over the temperature."""
+        weight, bias = self._projection.weight[block], self._projection.bias
         scale, softcap = self._projection.scale, self._projection.softcap
-        z = self._z[: len(states)]
-        product = z if self._low is None else self._low[: len(states)]
+        self._now = len(weight)
+        z = self._shaped(self._z)
+        product = z if self._low is None else self._shaped(self._low)
         if bias is None:
             torch.mm(states, weight.t(), out=product)
         else:
-            torch.addmm(bias, states, weight.t(), out=product)
+            torch.addmm(bias[block], states, weight.t(), out=product)
         if self._low is not None:
             z.copy_(product)
         if scale != 1.0:
             z *= scale
         if softcap is not None:
-            slope = self.slope[: len(states)]
-            torch.square(z.div_(softcap).tanh_(), out=slope)
-            slope.neg_().add_(1.0)
+            torch.square(z.div_(softcap).tanh_(), out=self.slope)
+            self.slope.neg_().add_(1.0)
             z *= softcap
         if temperature != 1.0:
             z /= temperature
@@ -255,54 +300,46 @@ class _Buffers:
 
     def as_weight(self, gradient: Tensor) -> Tensor:
         """The gradient in the dtype of the weights."""
-        return gradient if self._low is None else self._low[: len(gradient)].copy_(gradient)
+        return gradient if self._low is None else self._shaped(self._low).copy_(gradient)
+
+    def _shaped(self, buffer: Tensor) -> Tensor:
+        """[T, v] in the first elements of a buffer."""
+        num_rows = len(buffer)
+        return buffer.view(-1)[: num_rows * self._now].view(num_rows, self._now)
 
 
-def _log_norm(z: Tensor, spare: Tensor) -> Tensor:
-    """logsumexp [c] of z [c, V], with the temporary in `spare`."""
-    largest = z.amax(dim=-1, keepdim=True)
-    total = torch.sub(z, largest, out=spare).exp_().sum(dim=-1)
-    return total.log_().add_(largest.squeeze(-1))
+def _inside(token_ids: Tensor, block: slice) -> Tensor:
+    """Which of the tokens are in a block of the vocabulary."""
+    return (token_ids >= block.start) & (token_ids < block.stop)
 
 
-def _restrict(z: Tensor, support: Support | None, rows: slice) -> None:
+def _restrict(z: Tensor, support: Support | None, block: slice) -> None:
     """Move every logit outside the support out of the softmax, in place."""
     if support is None:
         return
-    lengths = support.lengths[rows]
-    first = int(support.lengths[: rows.start].sum())
-    row = torch.arange(len(lengths), device=z.device).repeat_interleave(lengths)
+    inside = _inside(support.token_ids, block)
+    row = torch.arange(len(z), device=z.device).repeat_interleave(support.lengths)[inside]
     outside = torch.ones_like(z, dtype=torch.bool)
-    outside[row, support.token_ids[first : first + len(row)]] = False
+    outside[row, support.token_ids[inside] - block.start] = False
     z.masked_fill_(outside, OUTSIDE)
 
 
 def _gradient(
-    log_p: Tensor,
-    spare: Tensor,
-    logp_grad: Tensor | None,
-    entropy_grad: Tensor | None,
-    entropy: Tensor,
-    target_ids: Tensor,
-    rows: slice,
+    log_p: Tensor, spare: Tensor, logp_grad: Tensor | None, entropy_grad: Tensor | None, entropy: Tensor
 ) -> Tensor:
-    """Gradient [c, V] of the logits over the temperature, in the memory of `log_p` or of `spare`."""
+    """Gradient [T, v] of the logits over the temperature but for the target's own term; uses up `log_p`."""
     gradient = torch.exp(log_p, out=spare)
-    if entropy_grad is not None:
-        log_p.add_(entropy[rows].unsqueeze(-1)).mul_(-entropy_grad[rows].unsqueeze(-1))
-        if logp_grad is not None:
-            log_p -= logp_grad[rows].unsqueeze(-1)
-        gradient *= log_p
-    else:
+    if entropy_grad is None:
         assert logp_grad is not None, "the backward pass of an output that nothing uses"
-        gradient *= -logp_grad[rows].unsqueeze(-1)
+        return gradient.mul_(-logp_grad.unsqueeze(-1))
+    log_p.add_(entropy.unsqueeze(-1)).mul_(-entropy_grad.unsqueeze(-1))
     if logp_grad is not None:
-        gradient.scatter_add_(-1, target_ids[rows].unsqueeze(-1), logp_grad[rows].unsqueeze(-1))
-    return gradient
+        log_p -= logp_grad.unsqueeze(-1)
+    return gradient.mul_(log_p)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [V, H] float32 += left [V, c] @ right [c, H]."""
+    """total [T, H] float32 += left [T, v] @ right [v, H]."""
     if right.dtype == torch.float32:
         total.addmm_(left, right)
     else:

@@ -4,7 +4,8 @@ Two settings steer how old tokens are in the streaming regime: how many groups a
 broadcast. Fresh data wastes the engine's or the trainer's time; old data drifts. Every `every_steps` the controller
 compares the mean of the measure over these steps with the budget:
 
-    beyond the budget                    one notch fresher: broadcast more often, then fewer groups in flight
+    beyond the budget                    fresher: broadcast more often, then fewer groups in flight; as many notches as
+                                         would bring it back if it followed the lag
     within `slack` of the budget         nothing: the hysteresis that keeps it from going back and forth
     well inside                          one notch staler: more groups in flight, then broadcast less often
 
@@ -57,11 +58,13 @@ class Controller:
 
 
 def decide(config: ControllerConfig, pipeline: PipelineConfig, measured: float, settings: Settings) -> Decision | None:
-    """The next notch, or None where the measure is near its budget or the settings are at their limit."""
+    """The next settings, or None where the measure is near its budget or the settings are at their limit."""
     # as a share of the budget, above 1 where it is exceeded; an ESS is better the higher it is
     used = measured / config.budget if config.measure == "d_bar" else config.budget / max(measured, 1e-12)
     if used > 1:
-        wanted, direction = _fresher(config, pipeline, settings), "fresher"
+        wanted, direction = settings, "fresher"
+        for _ in range(math.ceil(math.log(used) / -math.log(NOTCH))):
+            wanted = _fresher(config, pipeline, wanted)
     elif used < 1 - config.slack:
         wanted, direction = _staler(config, pipeline, settings), "staler"
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -30,6 +31,7 @@ STEP_ROW, EVALUATION_ROW = "step", "evaluation"
 SETTINGS = {"step", "version", "k", "prompts", "samples", "seed"}
 SETTINGS |= {"temperature", "top_p", "top_k", "max_response_tokens"}
 STEP_AXIS = "optimizer_step"
+CLOSE_TIMEOUT_S = 20.0
 
 
 class Tracker(Protocol):
@@ -91,9 +93,16 @@ class Tracking:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for name, tracker in list(self._trackers.items()):
-            with self._given_up_on_error(name):
-                tracker.close(failed=kind is not None)
+            closing = threading.Thread(target=self._close, args=(name, tracker, kind is not None), daemon=True)
+            closing.start()
+            closing.join(CLOSE_TIMEOUT_S)
+            if closing.is_alive():
+                self._warn(f"{name} did not close within {CLOSE_TIMEOUT_S:.0f} s; the run folder has every row")
         self._trackers.clear()
+
+    def _close(self, name: str, tracker: Tracker, failed: bool) -> None:
+        with self._given_up_on_error(name):
+            tracker.close(failed=failed)
 
     def _log(self, kind: str, step: int, values: dict[str, float]) -> None:
         for name, tracker in list(self._trackers.items()):
