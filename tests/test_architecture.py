@@ -33,9 +33,11 @@ ALLOWED = {
     "adapters": GROUND | {"objective", "diagnostics"},
     "inspection": GROUND | {"objective", "diagnostics", "reports"},
     "experiments": GROUND | {"reports", "run"},
+    "planning": GROUND | {"models", "pipeline", "reports"},
     "assets": GROUND | {"models", "tasks"},
     "run": GROUND | {"engines", "evaluation", "models", "pipeline", "reports", "tasks", "trainer"},
-    "cli": GROUND | {"assets", "evaluation", "experiments", "inspection", "reports", "run"},
+    "__main__": {"cli"},
+    "cli": GROUND | {"assets", "engines", "evaluation", "experiments", "inspection", "planning", "reports", "run"},
 }
 PURE = ("objective", "diagnostics", "statistics.py", "pipeline/schedule.py", "pipeline/packing.py")
 IMPURE_IMPORTS = {"os", "time", "logging", "pathlib", "random", "sys", "io", "transformers"}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from steadyrl.errors import ConfigError, SteadyRLError
+from steadyrl.errors import ConfigError, EngineError, SteadyRLError
 from steadyrl.recipe import load_config
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ app = typer.Typer(
     add_completion=False,
 )
 WIDE = 190  # characters that the whole table of methods takes
+LEAVE_S = 30.0  # for the end of the process, once there is nothing left to do
 console = Console(markup=False, highlight=False)
 
 Recipe = Annotated[Path, typer.Argument(help="a TOML recipe, for example recipes/tiny.toml")]
@@ -83,7 +86,9 @@ def sweep(
     grid: Annotated[Path, typer.Argument(help="a TOML grid, for example recipes/grid_paper.toml")],
     out: Annotated[Path | None, typer.Option(help="the folder of the runs; else the one that the grid names")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="runs at a time; else one for each core")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="the smaller grid, as its [quick] table says")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="the smaller grid, as the table named quick in it says")
+    ] = False,
 ) -> None:
     """Run methods x lags x seeds, and report on them; started again, it goes on with the runs that are missing."""
     from steadyrl.experiments.display import SweepProgress
@@ -93,9 +98,8 @@ def sweep(
 
     plan = load_grid(grid, quick=quick, out=out)
     at_once = min(jobs or len(os.sched_getaffinity(0)), len(plan.cells))
-    sizes = [f"{len(labels)} {name}" for name, labels in plan.axes.items()]
-    size = " x ".join([*sizes, f"{len(plan.seeds)} seeds"])
-    console.print(f"{size} = {len(plan.cells)} runs, {at_once} at a time, in {plan.out}", soft_wrap=True)
+    size = " x ".join([*(f"{name} {len(labels)}" for name, labels in plan.axes.items()), f"seed {len(plan.seeds)}"])
+    console.print(f"{size}: {len(plan.cells)} to run, {at_once} at a time, in {plan.out}", soft_wrap=True)
     with SweepProgress(console) as progress:
         state = run_sweep(plan, at_once, progress)
     for name, why in state.failed.items():
@@ -123,6 +127,33 @@ def inspect(
     from steadyrl.inspection.command import inspect_dumps
 
     inspect_dumps(dumps, out, None if rules is None else [name.strip() for name in rules.split(",")], console)
+
+
+@app.command()
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    from_run: Annotated[Path | None, typer.Option(help="a run folder to measure the rates in")] = None,
+    rates: Annotated[
+        Path | None, typer.Option(help="a TOML file of rates; what neither names is assumed for a data-center GPU")
+    ] = None,
+    all_regimes: Annotated[bool, typer.Option("--all-regimes", help="the other two regimes as well")] = False,
+    steps: Annotated[int, typer.Option(min=2, help="optimizer steps to simulate")] = 48,
+    json: Annotated[Path | None, typer.Option(help="a file for all the numbers")] = None,
+) -> None:
+    """Say what a recipe takes in memory, traffic and time, without running it."""
+    from steadyrl.planning.command import plan_recipe
+
+    plan_recipe(
+        recipe,
+        overrides or [],
+        from_run=from_run,
+        rates=rates,
+        all_regimes=all_regimes,
+        steps=steps,
+        out=json,
+        console=console,
+    )
 
 
 @app.command(name="eval")
@@ -175,6 +206,41 @@ def watch(
 
 
 @app.command()
+def rollout_server(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    python: Annotated[
+        Path | None, typer.Option(help="the Python of the environment that the server is installed in; else this one")
+    ] = None,
+    number: Annotated[int, typer.Option(min=0, help="which of engine.urls, from 0")] = 0,
+    only_print: Annotated[bool, typer.Option("--print", help="only print the command")] = False,
+    options: Annotated[
+        str, typer.Option(help="more options for the server, for example '--tensor-parallel-size 2'")
+    ] = "",
+) -> None:
+    """Start a rollout server as a recipe needs it, until Ctrl-C (docs/engines.md)."""
+    from steadyrl.engines.launch import running, served_model, server_command
+
+    config = load_config(recipe, overrides or [])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server must not outlive this process
+    with served_model(config.model.path) as model:
+        command = server_command(
+            config, number, python=str(python or sys.executable), model=model, options=shlex.split(options)
+        )
+        if only_print:
+            print(command)
+            return
+        console.print(str(command), soft_wrap=True)
+        with running(command, config.engine.start_timeout_s) as process:
+            console.print(f"the server at {command.url} is ready (Ctrl-C ends it)", soft_wrap=True)
+            try:
+                code = process.wait()
+            except KeyboardInterrupt:
+                return
+    raise EngineError(f"the server at {command.url} ended with exit code {code}: see what it printed")
+
+
+@app.command()
 def make_base(
     folder: Annotated[Path, typer.Argument(help="where to write the checkpoint")],
     seed: Annotated[int, typer.Option(help="of the weights and the warm-up data")] = 0,
@@ -205,15 +271,33 @@ def methods(
 
 
 def main() -> None:
-    """The entry point: errors of steadyrl become one sentence and an exit code."""
+    """A command; errors of steadyrl become one sentence and an exit code."""
     try:
         app()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
     except SteadyRLError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+def entry() -> None:
+    """A command that is all that its process is for."""
+    code: int | str | None = 1
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code
+        raise
+    finally:
+        timer = threading.Timer(LEAVE_S, _leave, [code])
+        timer.daemon = True
+        timer.start()
+
+
+def _leave(code: int | str | None) -> None:
+    """End a process that a library's thread or exit handler keeps alive: everything is written."""
+    others = [thread.name for thread in threading.enumerate() if not thread.daemon and thread.is_alive()]
+    print(f"left without waiting longer than {LEAVE_S:.0f} s for {', '.join(others)}", file=sys.stderr, flush=True)
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _close(folder: Path) -> None:

@@ -120,18 +120,48 @@ class SamplingConfig(Table):
 
 
 class EngineConfig(Table):
-    """The embedded rollout engine."""
+    """The rollout engine: the embedded one, or servers that run by themselves (docs/engines.md)."""
 
+    kind: Literal["local", "vllm", "sglang"] = "local"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     max_sequences: Positive = 1024  # decoded together; more are taken in turns
     threads: Threads = 1  # of the engine's process; threads of two processes that share a core wait for each other
+    replicas: Annotated[int, Field(ge=1, le=1024)] = 1  # engines that share every request; more than one with Ray
     start_timeout_s: AboveZero = 300
     generate_timeout_s: AboveZero = 600
     # streaming: what becomes of the keys and values of running responses when new weights arrive
     cache_on_update: Literal["keep", "rebuild"] = "keep"
+    # ---- servers ----
+    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/]+/?$")], ...] = ()  # http://HOST:PORT, one or more
+    pause: Literal["keep", "wait"] = "keep"  # running responses while weights are loaded: held, or waited for
+    weights_dir: str = ""  # a folder that this process and the servers see; "" = in this machine's memory
+    stall_timeout_s: AboveZero = 45  # without a token from a server that has requests
+    recovery_timeout_s: AboveZero = 60  # without any server that does what it is asked
+    # mean difference of a server's log-probabilities from those of the weights that it was sent, in nats a token
+    probe_tolerance: AboveZero = 0.05
+
+    @model_validator(mode="after")
+    def _servers_have_a_kind(self) -> EngineConfig:
+        if self.kind == "local" and self.urls:
+            raise ValueError(f"engine.urls names servers ({self.urls[0]}): set engine.kind to vllm or sglang")
+        if self.kind != "local" and not self.urls:
+            raise ValueError(
+                f'engine.kind = "{self.kind}" needs servers: set engine.urls, for example '
+                '["http://127.0.0.1:8000"]; steadyrl rollout-server starts one'
+            )
+        if self.kind != "local" and self.cache_on_update == "rebuild":
+            raise ValueError(
+                'engine.cache_on_update = "rebuild" is for the embedded engine: servers keep what running responses '
+                "have read; set engine.cache_on_update=keep, or engine.pause=wait to have none running"
+            )
+        return self
 
 
 class TrainerConfig(Table):
+    # local: in this process; fsdp: the model spread over `ranks` processes, with pipeline.backend = "ray"
+    kind: Literal["local", "fsdp"] = "local"
+    ranks: Annotated[int, Field(ge=1, le=4096)] = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto = cuda where there is one
     steps: Positive = 100  # optimizer steps
     lr: AboveZero = 3e-4
     lr_warmup_steps: NonNegative = 0  # optimizer steps; the rate is constant afterwards
@@ -154,6 +184,21 @@ class ControllerConfig(Table):
     most_groups_in_flight: NonNegative = 0  # 0 = as many as max_lag has room for
     longest_broadcast_interval: Positive = 8  # optimizer steps
 
+    @model_validator(mode="after")
+    def _can_be_kept(self) -> ControllerConfig:
+        fewest, most = self.fewest_groups_in_flight, self.most_groups_in_flight
+        if 0 < most < fewest:
+            raise ValueError(
+                f"pipeline.controller.fewest_groups_in_flight = {fewest} is above most_groups_in_flight = {most}: "
+                "lower the one or raise the other"
+            )
+        if self.measure == "ess" and self.budget > 1:
+            raise ValueError(
+                f"pipeline.controller.budget = {self.budget:g} cannot be reached: an effective sample size is a share "
+                "of the tokens, so set it to 1 or less, for example 0.9"
+            )
+        return self
+
 
 class PipelineConfig(Table):
     regime: Literal["sync", "batch", "streaming"] = "batch"
@@ -161,7 +206,10 @@ class PipelineConfig(Table):
     prompts_per_batch: Positive = 32
     responses_per_prompt: Annotated[int, Field(ge=2)] = 8
     steps_per_batch: Positive = 1  # optimizer steps taken on each batch
-    backend: Literal["inline", "process"] = "process"
+    backend: Literal["inline", "process", "ray"] = "process"
+    ray_address: str = ""  # of a Ray cluster; "" = RAY_ADDRESS, or else a cluster on this machine, for this run alone
+    # Ray: trainer ranks and engines each on CPUs of their own, or a rank and an engine in turns on the same ones
+    placement: Literal["separate", "shared"] = "separate"
     # ---- streaming ----
     max_lag: Lag = 8  # optimizer steps; no token is older when it is trained on
     groups_in_flight: NonNegative = 0  # prompts in the engine at a time; 0 = twice prompts_per_batch
@@ -269,6 +317,19 @@ class RunConfig(Table):
             self._check_streaming()
         elif pipeline.controller is not None:
             raise ValueError("pipeline.controller steers a streaming run: set pipeline.regime=streaming, or remove it")
+        if self.engine.kind != "local":
+            self._check_servers()
+        if self.engine.replicas > 1 and pipeline.backend == "process":
+            raise ValueError(
+                f'engine.replicas = {self.engine.replicas}, and pipeline.backend = "process" has one engine: set '
+                "pipeline.backend=ray, or engine.replicas=1"
+            )
+        if self.trainer.kind == "fsdp" and pipeline.backend != "ray":
+            raise ValueError('trainer.kind = "fsdp" trains on several processes: set pipeline.backend=ray')
+        if self.trainer.ranks > 1 and self.trainer.kind != "fsdp":
+            raise ValueError(
+                f"trainer.ranks = {self.trainer.ranks} needs a model that is spread over them: set trainer.kind=fsdp"
+            )
         if steps % per_batch:
             raise ValueError(
                 f"trainer.steps = {steps} is not a multiple of pipeline.steps_per_batch = {per_batch}: "
@@ -297,6 +358,23 @@ class RunConfig(Table):
                 "more for old_actor; pipeline.steps_per_batch=2 or more for step_start)"
             )
         return self
+
+    def _check_servers(self) -> None:
+        if self.pipeline.backend == "inline" or self.engine.replicas > 1:
+            raise ValueError(
+                f'engine.kind = "{self.engine.kind}" has its engines at engine.urls, beside the trainer: leave out '
+                "pipeline.backend=inline and engine.replicas"
+            )
+        if self.objective.num_top_logprobs:
+            raise ValueError(
+                "the objective compares whole distributions, which servers do not return: set engine.kind=local, or "
+                "choose an objective that needs the sampled tokens only"
+            )
+        if self.sampling.top_p < 1 and self.sampling.top_k == 0:
+            raise ValueError(
+                "servers say what top-p leaves only together with top-k: set sampling.top_k as well, for example to "
+                "1000, or sampling.top_p=1"
+            )
 
     def _check_streaming(self) -> None:
         pipeline = self.pipeline

@@ -21,5 +21,9 @@ class TrainingError(SteadyRLError, RuntimeError):
     """Training cannot go on, for example because a gradient is not finite."""
 
 
+class LearnerLostError(SteadyRLError, RuntimeError):
+    """A process that trains died; the run can go on from its newest checkpoint."""
+
+
 class CheckpointError(SteadyRLError, RuntimeError):
     """A checkpoint that is missing, torn, or made by another recipe."""

@@ -35,7 +35,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"there is no recipe at {path}; the bundled ones are in recipes/") from None
+        raise ConfigError(f"there is no file {path}; the bundled recipes and grids are in recipes/") from None
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no possible path
         raise ConfigError(f"the recipe {str(path)!r} cannot be read: {error}") from None
     try:

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from steadyrl.config import RunConfig
-from steadyrl.engines.build import build_local_engine
-from steadyrl.errors import CheckpointError, ConfigError, SteadyRLError
+from steadyrl.engines.build import PROBE_PROMPTS, build_local_engine, build_remote_engine
+from steadyrl.errors import CheckpointError, ConfigError, LearnerLostError, SteadyRLError
 from steadyrl.evaluation.evaluate import evaluation_request, score
 from steadyrl.models.load import context_length, load_policy, load_tokenizer
 from steadyrl.models.routing import routers
@@ -28,7 +28,11 @@ from steadyrl.pipeline.group_stream import Stragglers
 from steadyrl.pipeline.inline_backend import InlineBackend
 from steadyrl.pipeline.loop import TrainingLoop
 from steadyrl.pipeline.process_backend import ProcessBackend
+from steadyrl.pipeline.ray_backend import RayBackend
+from steadyrl.pipeline.ray_cluster import RayCluster, open_cluster
+from steadyrl.pipeline.ray_learner import RayLearner
 from steadyrl.pipeline.seeds import stream_seed
+from steadyrl.pipeline.thread_backend import ThreadBackend
 from steadyrl.pipeline.watchdog import Watchdog
 from steadyrl.reports.progress import TrainingProgress
 from steadyrl.reports.recorder import CHECKPOINTS, LOCK, RunFolder
@@ -43,14 +47,26 @@ from steadyrl.types import GenerationRequest, Prompt, Rollout, RolloutBatch, Ste
 
 logger = logging.getLogger(__name__)
 STALLED = "stalled.txt"
+MAX_RESTARTS = 3  # after a trainer rank died, without a newer checkpoint in between
 
-# what may differ between a checkpoint and the recipe that continues it, without changing a number
+# what may differ between a checkpoint and the recipe that continues it, without changing a number (but for the rounding
+# of sums, where other ranks or engines share the work)
 MAY_DIFFER = (
     "run_dir",
     "trainer.steps",
+    "trainer.kind",
+    "trainer.ranks",
+    "trainer.device",
     "pipeline.backend",
+    "pipeline.ray_address",
+    "pipeline.placement",
+    "engine.replicas",
     "engine.start_timeout_s",
     "engine.generate_timeout_s",
+    "engine.urls",
+    "engine.weights_dir",
+    "engine.stall_timeout_s",
+    "engine.recovery_timeout_s",
     "checkpoint",
     "record",
     "tracking",
@@ -66,12 +82,42 @@ class RunResult:
 def train(config: RunConfig, *, resume: bool = False, progress: TrainingProgress | None = None) -> RunResult:
     """Run a configuration to its end, or until Ctrl-C or SIGTERM; returns where the run was written.
 
+    Where a trainer rank dies (Ray), the run goes on from its newest checkpoint, as `resume` does.
+
     Raises:
         ConfigError: something does not fit; nothing was started.
         SteadyRLError: the run ended early; what it had produced is in the run folder.
     """
     torch.set_num_threads(config.trainer.threads)
     check_installed(config.tracking)
+    progress = progress or TrainingProgress()
+    restarts, restarted_from = 0, -1
+    while True:
+        result = _attempt(config, resume, progress)
+        if isinstance(result, RunResult):
+            return result
+        try:
+            step = load_state(latest_checkpoint(result.folder / CHECKPOINTS))["step"]
+        except CheckpointError as error:
+            raise LearnerLostError(
+                f"{result.error}. It cannot go on: {error}; set checkpoint.every_steps for the next run"
+            ) from result.error
+        restarts = 1 if step > restarted_from else restarts + 1
+        if restarts > MAX_RESTARTS:
+            raise result.error
+        progress.message(f"{result.error}: going on from the checkpoint of step {step}")
+        restarted_from, resume = step, True
+        config = config.model_copy(update={"run_dir": str(result.folder)})
+
+
+@dataclass(frozen=True)
+class _Lost:
+    folder: Path
+    error: LearnerLostError
+
+
+def _attempt(config: RunConfig, resume: bool, progress: TrainingProgress) -> RunResult | _Lost:
+    """A run, from its start or its newest checkpoint, until it ends or loses a trainer rank."""
     with ExitStack() as held:
         folder = held.enter_context(RunFolder.open(config.run_dir)) if resume else None
         checkpoint = _checkpoint_to_resume(config) if resume else None
@@ -80,8 +126,14 @@ def train(config: RunConfig, *, resume: bool = False, progress: TrainingProgress
         task = held.enter_context(closing(build_task(config.task, tokenizer, config.seed)))
         evaluation = HeldOut(task, evaluation_request(task, config.evaluation, stream_seed(config.seed, "evaluation")))
         _check_model(config, model, evaluation.held_out.prompts, task.prompts("train", 0, 1))
-        learner = LocalLearner(model, tokenizer, config)
-        progress = progress or TrainingProgress()
+        cluster: RayCluster | None = None
+        if config.pipeline.backend == "ray":
+            weight_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
+            del model  # the ranks load their own
+            cluster = held.enter_context(open_cluster(config, weight_bytes, progress.message))
+            learner = held.enter_context(closing(RayLearner(config, cluster)))
+        else:
+            learner = LocalLearner(model, tokenizer, config)
         if folder is None or checkpoint is None:
             folder = held.enter_context(_new_folder(config))
             store_data(folder.path, task.data)
@@ -92,7 +144,10 @@ def train(config: RunConfig, *, resume: bool = False, progress: TrainingProgress
             progress.message(sentence)
         tracking = held.enter_context(Tracking(config, folder.path, progress.message))
         observer = _Observer(folder, progress, tracking, tokenizer, config.record.silence_s)
-        finished = _train(config, folder, checkpoint, learner, task, evaluation, observer, progress)
+        try:
+            finished = _train(config, folder, checkpoint, learner, cluster, task, evaluation, observer, progress)
+        except LearnerLostError as error:
+            return _Lost(folder.path, error.with_traceback(None))  # whose frames hold the weights
         return RunResult(folder.path, finished)
 
 
@@ -101,6 +156,7 @@ def _train(
     folder: RunFolder,
     checkpoint: Path | None,
     learner: Learner,
+    cluster: RayCluster | None,
     task: Task,
     evaluation: HeldOut,
     observer: _Observer,
@@ -111,7 +167,7 @@ def _train(
     folder.status("running")
     try:
         with _stop_on_signal(progress) as stop, progress, observer.watchdog:
-            backend = build_backend(config, learner)
+            backend = build_backend(config, learner, cluster, task, progress.message)
             try:
                 progress.start(config.model_copy(update={"run_dir": str(folder.path)}), start_step)
                 loop = TrainingLoop(
@@ -138,14 +194,26 @@ def _train(
     return finished
 
 
-def build_backend(config: RunConfig, learner: Learner) -> Backend:
+def build_backend(
+    config: RunConfig, learner: Learner, cluster: RayCluster | None, task: Task, tell: Callable[[str], None]
+) -> Backend:
     engine, dtype, pipeline = config.engine, config.engine.dtype, config.pipeline
     stragglers = Stragglers(pipeline.rollout_timeout_s, are_kept=pipeline.on_timeout == "keep")
+    if engine.kind != "local":
+        remote = build_remote_engine(config, task.prompts("train", 0, PROBE_PROMPTS))
+        try:  # whatever does not fit shows before the first step
+            weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in learner.named_weights().items()}
+            remote.load_weights(weights, learner.version)
+        except BaseException:
+            remote.close()
+            raise
+        tell(f"rollout servers that hold the weights: {remote.describe()}")
+        return ThreadBackend(remote, getattr(torch, dtype), stragglers, engine.generate_timeout_s)
     if config.pipeline.backend == "inline":
         local = build_local_engine(
             config.model.path, dtype, engine.max_sequences, config.model.routing_replay, engine.cache_on_update
         )
-        return InlineBackend(local, getattr(torch, dtype), stragglers)
+        return InlineBackend(local, getattr(torch, dtype), stragglers, engine.replicas)
     spec = EngineSpec(
         model_path=config.model.path,
         dtype=dtype,
@@ -157,6 +225,8 @@ def build_backend(config: RunConfig, learner: Learner) -> Backend:
         cache_on_update=engine.cache_on_update,
         stragglers=stragglers,
     )
+    if cluster is not None:
+        return RayBackend(spec, cluster, tell)
     return ProcessBackend(spec, learner.named_weights())
 
 

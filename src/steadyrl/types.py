@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from torch import device as Device
 
 # stop: an end token or a stop string. length: the limit of tokens. canceled: ended from outside, keeping its tokens.
 # too_long: the prompt left no room for a response, and long prompts are dropped. error: the engine failed on it.
@@ -265,6 +266,35 @@ class TrainBatch:
         fields: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
         cut: dict[str, Any] = {name: None if value is None else value[start:stop] for name, value in fields.items()}
         return TrainBatch(**cut)
+
+    def blank(self) -> TrainBatch:
+        """One position with the same fields as this micro-batch, and no rollout: nothing is learned from it.
+
+        For a rank that has no work while others do, because all of them have to run the model equally often.
+        """
+        one = self.rows(0, 1)
+        first: dict[str, Any] = {name: getattr(one, name) for name in one.__dataclass_fields__}
+        for name, value in first.items():
+            if isinstance(value, Tensor) and value.dim() > 1:
+                first[name] = value[:, :1]
+        first |= {"loss_mask": one.loss_mask.new_zeros(1, 1), "versions": one.versions.new_full((1, 1), -1)}
+        first |= {"rollout_ids": [], "sources": []}
+        if one.routed_experts is not None:
+            first["routed_experts"] = first["routed_experts"].new_full(first["routed_experts"].shape, -1)
+        if one.support_ids is not None and one.support_lengths is not None:
+            first["support_ids"] = [one.support_ids[0][:0]]
+            first["support_lengths"] = one.support_lengths.new_zeros(1, 1)
+        return TrainBatch(**first)
+
+    def to(self, device: Device) -> TrainBatch:
+        """The same micro-batch on a device."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.to(device)
+            return [moved(item) for item in value] if isinstance(value, list) else value
+
+        return TrainBatch(**{name: moved(getattr(self, name)) for name in self.__dataclass_fields__})
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,18 @@ def test_an_effective_sample_size_is_better_the_higher_it_is():
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"budget": 0.1, "fewest_groups_in_flight": 50, "most_groups_in_flight": 5}, "is above most_groups_in_flight"),
+        ({"measure": "ess", "budget": 2}, "set it to 1 or less"),
+    ],
+)
+def test_a_budget_or_limits_that_cannot_be_kept_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ControllerConfig(**settings)
+
+
 def test_the_mean_of_a_window_decides_and_steps_without_a_number_do_not_count():
     controller = Controller(D_BAR, PIPELINE)
     values = [0.01, float("nan"), 0.05, 0.01, 0.05]

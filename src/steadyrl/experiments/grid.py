@@ -48,7 +48,9 @@ def _as_seeds(value: Any) -> Any:
     numbers = value if isinstance(value, list) else [value]
     if not numbers or any(type(number) is not int or number < 0 for number in numbers) or value == 0:
         raise ValueError(f"write how many seeds to take, from 1, or a list of them (got {value!r})")
-    return sorted(set(value)) if isinstance(value, list) else list(range(min(value, MOST_RUNS + 1)))
+    if len(numbers) > len(set(numbers)):
+        raise ValueError(f"a seed is named twice: leave one out (got {value!r})")
+    return sorted(value) if isinstance(value, list) else list(range(min(value, MOST_RUNS + 1)))
 
 
 def _as_axis(value: Any) -> Any:
@@ -131,9 +133,7 @@ def load_grid(path: Path, *, quick: bool = False, out: Path | None = None) -> Gr
     try:
         file = GridFile.model_validate(read_toml(path))
     except ValidationError as error:
-        item = error.errors()[0]
-        where = "".join(f"{part}." for part in item["loc"]).removesuffix(".") or "the grid"
-        raise ConfigError(f"{path}: {where}: {item['msg'].removeprefix('Value error, ')}") from None
+        raise ConfigError(f"{path}: {_sentence(error.errors()[0])}") from None
     recipe = path.parent / file.recipe
     base = with_values(read_toml(recipe), file.set)
     axes = {name: _labelled(name, axis) for name, axis in file.axes.items()}
@@ -156,26 +156,40 @@ def load_grid(path: Path, *, quick: bool = False, out: Path | None = None) -> Gr
     for seed, chosen in itertools.product(seeds, list(combinations)):
         labels = {name: label for name, (label, _) in zip(axes, chosen, strict=True)}
         name = "_".join([*(_slug(axis, label) for axis, label in labels.items()), f"seed{seed}"])
-        cells.append(Cell(labels, seed, name, _config(base, [values for _, values in chosen], seed, folder, name)))
+        try:
+            config = _config(base, [values for _, values in chosen], seed, folder / RUNS / name)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: run {name}: {error}") from None
+        cells.append(Cell(labels, seed, name, config))
     _check_distinct(path, cells)
     return Grid(file.recipe, folder, {name: list(labels) for name, labels in axes.items()}, seeds, cells)
 
 
-def _config(base: Values, overrides: list[Values], seed: int, folder: Path, name: str) -> RunConfig:
+def _config(base: Values, overrides: list[Values], seed: int, folder: Path) -> RunConfig:
     data = base
     for values in overrides:
         data = with_values(data, values)
-    run = {"seed": seed, "run_dir": str(folder / RUNS / name), "pipeline.backend": "inline"}
-    try:
-        return build_config(with_values(data, run))
-    except ConfigError as error:
-        raise ConfigError(f"run {name}: {error}") from None
+    return build_config(with_values(data, {"seed": seed, "run_dir": str(folder), "pipeline.backend": "inline"}))
+
+
+def _sentence(item: Any) -> str:
+    """One pydantic error of a grid file."""
+    name = str(item["loc"][-1]) if item["loc"] else ""
+    if item["type"] == "extra_forbidden" and len(item["loc"]) == 1:
+        return f"unknown key {name!r}{nearest(name, GridFile.model_fields)}"
+    if item["type"] == "missing" and len(item["loc"]) == 1:
+        return f"a grid needs {name!r}, and this file has none (a recipe is no grid: see docs/sweeps.md)"
+    where = ".".join(str(part) for part in item["loc"]) or "the grid"
+    return f"{where}: {item['msg'].removeprefix('Value error, ')}"
 
 
 def _labelled(name: str, axis: Axis) -> dict[str, Values]:
     """The labels of an axis, with the recipe keys that each of them sets."""
     if isinstance(axis, dict):
         return axis
+    labels = [str(value) for value in axis]
+    if len(labels) > len(set(labels)):
+        raise ConfigError(f"the axis {name!r} has a value twice: leave one out (got {axis!r})")
     return {str(value): {name: value} for value in axis}
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from steadyrl.config import ModelConfig
@@ -128,9 +129,18 @@ def load_model(path: str, dtype: torch.dtype, attention: str = "auto") -> PreTra
     return model.eval()
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> None:
-    """Write model and tokenizer in Hugging Face format (safetensors); `load_model` gives the same bits back."""
-    model.save_pretrained(folder)
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path | str,
+    weights: dict[str, Tensor] | None = None,
+) -> None:
+    """Write model and tokenizer in Hugging Face format (safetensors); `load_model` gives the same bits back.
+
+    Args:
+        weights: whole parameters and buffers by name, of a model that does not hold them whole itself.
+    """
+    model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
 
 

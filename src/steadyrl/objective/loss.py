@@ -81,14 +81,19 @@ def trust_region_score(objective: ObjectiveConfig, logp: Tensor, anchor_logp: Te
 
 
 def batch_threshold(
-    objective: ObjectiveConfig, score: Tensor, layout: Layout, age: Tensor | None = None
+    objective: ObjectiveConfig,
+    score: Tensor,
+    layout: Layout,
+    age: Tensor | None = None,
+    all_reduce: Callable[[Tensor], Tensor] = lambda part: part,
 ) -> Tensor | None:
     """What a rule that is relative to the batch takes from all its scores: q of SAT, the limit of M2PO.
 
     Args:
-        score: [T] of the whole optimizer batch, from `trust_region_score`.
-        layout: of the whole optimizer batch.
+        score: [T] of the whole optimizer batch, or of this rank's share of it, from `trust_region_score`.
+        layout: of the same tokens.
         age: [T] int64, lag of each token, for `quantile_scope = "lag"`.
+        all_reduce: the sum over the ranks that share the batch; each has to call this, one without tokens too.
 
     Returns:
         For `policy_loss`: 0-d, or [LAG_BUCKETS] for `quantile_scope = "lag"`. None for a rule that looks at one
@@ -97,11 +102,11 @@ def batch_threshold(
     rule = objective.boundary
     if isinstance(rule, SatBoundary) and rule.quantile_scope == "lag":
         assert age is not None, "a quantile for each lag needs the lag of every token"
-        return boundary.sat_quantiles_by_lag(rule, score, layout, age)
+        return boundary.sat_quantiles_by_lag(rule, score, layout, age, all_reduce)
     if isinstance(rule, SatBoundary) and rule.quantile_scope != "microbatch":
-        return boundary.sat_quantile(rule, score, layout)
+        return boundary.sat_quantile(rule, score, layout, all_reduce)
     if isinstance(rule, M2poBoundary):
-        return mask_rules.m2po_limit(rule, score, layout)
+        return mask_rules.m2po_limit(rule, score, layout, all_reduce)
     return None
 
 

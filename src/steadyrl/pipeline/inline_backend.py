@@ -12,15 +12,21 @@ from torch import Tensor
 from steadyrl.engines.base import StreamingEngine, weights_checksum
 from steadyrl.pipeline.backend import Generated, Loaded
 from steadyrl.pipeline.group_stream import Arrival, GroupStream, Stragglers
+from steadyrl.pipeline.splitting import join, split
 from steadyrl.pipeline.weights import verify
 from steadyrl.types import GenerationRequest
 
 
 class InlineBackend:
-    """A `Backend` without parallelism, and with the same numbers as every other one."""
+    """A `Backend` without parallelism, and with the same numbers as every other one.
 
-    def __init__(self, engine: StreamingEngine, dtype: torch.dtype, stragglers: Stragglers) -> None:
+    Args:
+        replicas: answer as so many engines do that share a request.
+    """
+
+    def __init__(self, engine: StreamingEngine, dtype: torch.dtype, stragglers: Stragglers, replicas: int = 1) -> None:
         self._engine = engine
+        self._replicas = replicas
         self._stream = GroupStream(engine, stragglers)
         self._dtype = dtype
         self._finished: deque[Generated] = deque()
@@ -34,7 +40,8 @@ class InlineBackend:
 
     def submit(self, request: GenerationRequest) -> None:
         start = time.monotonic()
-        rollouts = self._engine.generate(request)
+        shares = split(request, self._replicas)
+        rollouts = join(shares, [self._engine.generate(share) for share in shares])
         self._finished.append(Generated(rollouts, start, time.monotonic()))
         self._stream.begin_work()
 

@@ -217,8 +217,9 @@ class TrainingLoop:
             )
         rollouts = [rollout for group in groups for rollout in group]
         self._check_lag(batch_id, rollouts)
+        trainer = self._config.trainer
         micro_batches = pack(
-            rollouts, advantages(groups, self._config.objective), self._config.trainer.tokens_per_micro_batch
+            rollouts, advantages(groups, self._config.objective), trainer.tokens_per_micro_batch, trainer.ranks
         )
         scoring = anchor_version(self._pipeline, self._config.objective.anchor, batch_id)
         old_weights = None if scoring is None else self._engine.snapshots[scoring]

@@ -24,18 +24,56 @@ def advantages(groups: Sequence[Sequence[Rollout]], objective: ObjectiveConfig) 
     return group_advantage(rewards, objective.advantage).flatten()
 
 
-def pack(rollouts: Sequence[Rollout], advantage: Tensor, tokens_per_micro_batch: int) -> list[TrainBatch]:
+def pack(
+    rollouts: Sequence[Rollout], advantage: Tensor, tokens_per_micro_batch: int, ranks: int = 1
+) -> list[TrainBatch]:
     """Micro-batches of at most so many padded tokens; a longer rollout gets one of its own.
 
     Rollouts of like length are put together. No result depends on the cut: see `docs/objectives.md`.
+
+    Returns:
+        As many for each rank, one rank after the other; `share` takes them apart. A rank with fewer than others is
+        given blank ones.
     """
-    order = sorted(range(len(rollouts)), key=lambda index: -len(rollouts[index].token_ids))
+    parts = [
+        _pack_in_order(rollouts, advantage, tokens_per_micro_batch, order)
+        for order in balanced([len(rollout.token_ids) for rollout in rollouts], ranks)
+    ]
+    most = max(len(part) for part in parts)
+    blank = parts[0][0].blank()  # the longest rollout went to the first rank
+    return [batch for part in parts for batch in part + [blank] * (most - len(part))]
+
+
+def share(micro_batches: Sequence[TrainBatch], rank: int, ranks: int) -> list[TrainBatch]:
+    """Those of one rank, of what `pack` made for so many."""
+    size = len(micro_batches) // ranks
+    return list(micro_batches[rank * size : (rank + 1) * size])
+
+
+def balanced(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Which rollouts each rank trains on, longest first: each goes to the rank that has the fewest tokens so far.
+
+    The rank with the most tokens then has at most 4/3 of the best possible (Graham 1969). One rank gets all.
+    """
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        rank = tokens.index(min(tokens))
+        shares[rank].append(index)
+        tokens[rank] += lengths[index]
+    return shares
+
+
+def _pack_in_order(
+    rollouts: Sequence[Rollout], advantage: Tensor, tokens_per_micro_batch: int, order: Sequence[int]
+) -> list[TrainBatch]:
+    """Micro-batches of some of the rollouts, which come in order of falling length."""
     micro_batches: list[TrainBatch] = []
     start = 0
     while start < len(order):
         width = len(rollouts[order[start]].token_ids) - 1  # the longest comes first
         stop = start + max(1, tokens_per_micro_batch // width)
-        chosen = order[start:stop]
+        chosen = list(order[start:stop])
         micro_batches.append(pad([rollouts[index] for index in chosen], advantage[chosen], chosen))
         start = stop
     return micro_batches

@@ -28,7 +28,7 @@ class Learner(Protocol):
     version: int  # optimizer steps completed
 
     def train_step(self, micro_batches: Sequence[TrainBatch], old_weights: Mapping[str, Tensor] | None) -> StepResult:
-        """One optimizer step over all the micro-batches.
+        """One optimizer step over all the micro-batches, which are as many for each trainer rank, rank after rank.
 
         `old_weights` are those that the anchors old_actor and step_start score the batch with.
 
@@ -38,9 +38,13 @@ class Learner(Protocol):
         ...
 
     def named_weights(self) -> dict[str, Tensor]:
-        """The weights by name, as they are (no copy)."""
+        """The weights by name, on the CPU. They may share the memory of the model."""
         ...
 
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> None:
+        """Write all that `load` needs to go on from here."""
+        ...
 
-    def load(self, folder: Path, version: int) -> None: ...
+    def load(self, folder: Path, version: int) -> None:
+        """Go on from what `save` wrote after `version` optimizer steps."""
+        ...

@@ -2,7 +2,7 @@
 
 checkpoints/step_000040/
     model/                  Hugging Face format: any tool that reads such folders reads it
-    optimizer.safetensors
+    optimizer.safetensors   of one process; of several trainer ranks optimizer/, a file a rank
     snapshots/              weights that the engine still needs, one file a version
     buffer.jsonl            streaming: the rollouts that wait to be trained on
     state.json              counters and position; lists every file with its size and checksum

@@ -1,0 +1,112 @@
+"""Does `steadyrl plan` predict the time of an optimizer step? Three tiny runs against predictions from a fourth one.
+
+    python benchmarks/plan_vs_runs.py [--steps 36] [--repeats 1]
+
+A synchronous run is recorded first. From its folder, and with nothing known about the others, the time of a step is
+predicted for a synchronous run with another seed, a batch-wise run at lag 4, and a streaming run; then these are run.
+All of them have the engine in a process of its own, so two cores have to be free: two processes that share a core, or
+a machine whose speed changes between the runs, measure something else. Prints a table in Markdown, for
+benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from steadyrl.planning.measure import measured_speed
+from steadyrl.planning.model_count import count_model
+from steadyrl.planning.simulate import simulate
+from steadyrl.planning.trainer_clock import Prediction
+from steadyrl.recipe import load_config
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
+FIXED = [
+    "evaluation.every_steps=0",
+    "evaluation.prompts=4",
+    "evaluation.samples_per_prompt=1",
+    "pipeline.backend=process",
+]
+SYNC = ["pipeline.regime=sync", "pipeline.lag=0"]
+MEASURED = [*SYNC, "seed=11", "record.rollouts_every_batches=2"]
+PREDICTED = {
+    "synchronous": [*SYNC, "seed=12"],
+    "batch-wise, lag 4": ["pipeline.regime=batch", "pipeline.lag=4", "seed=13"],
+    "streaming, lag at most 8": ["pipeline.regime=streaming", "pipeline.lag=1", "pipeline.max_lag=8", "seed=14"],
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run beside its prediction."""
+
+    name: str
+    predicted: Prediction
+    step_s: float  # measured, from the end of the first step to the end of the last
+    lag_mean: float
+    lag_max: int
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted.step_s / self.step_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=36)
+    parser.add_argument("--repeats", type=int, default=1)
+    options = parser.parse_args()
+    print("| run | predicted s/step | measured | ratio | mean lag predicted | measured | largest | measured |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for _ in range(options.repeats):
+        for one in outcomes(options.steps):
+            found = one.predicted
+            print(
+                f"| {one.name} | {found.step_s:.3f} | {one.step_s:.3f} | {one.ratio:.2f} | {found.lag_mean:.2f} | "
+                f"{one.lag_mean:.2f} | {found.lag_max} | {one.lag_max} |",
+                flush=True,
+            )
+
+
+def outcomes(steps: int) -> Iterator[Outcome]:
+    """Record a run, then predict and run each of the others."""
+    with tempfile.TemporaryDirectory() as folder:
+        recorded = run(Path(folder) / "measured", steps, MEASURED)
+        speed, shape = measured_speed(recorded), count_model("bundled:tiny_moe")
+        for index, (name, overrides) in enumerate(PREDICTED.items()):
+            config = load_config(RECIPE, [*FIXED, f"trainer.steps={steps}", *overrides])
+            predicted = simulate(config, shape, speed, steps=steps)
+            rows = read_steps(run(Path(folder) / str(index), steps, overrides))
+            seconds = [row["seconds"]["step"] for row in rows[1:]]
+            tokens = [row["metrics"]["sampled_tokens"] for row in rows]
+            lags = [row["metrics"]["staleness/lag"] for row in rows]
+            yield Outcome(
+                name,
+                predicted,
+                sum(seconds) / len(seconds),
+                sum(lag * count for lag, count in zip(lags, tokens, strict=True)) / sum(tokens),
+                round(max(row["metrics"]["staleness/lag_max"] for row in rows)),
+            )
+
+
+def run(folder: Path, steps: int, overrides: list[str]) -> Path:
+    command = [sys.executable, "-c", "from steadyrl.cli import main; main()", "train", str(RECIPE), *FIXED]
+    words = [*command, f"run_dir={folder}", f"trainer.steps={steps}", *overrides]
+    # torch with several threads beside another process is slower by an order of magnitude
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return folder
+
+
+def read_steps(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    main()
