@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from steadyrl.cli import app
 from steadyrl.engines.build import build_local_engine
 from steadyrl.errors import ConfigError
+from steadyrl.evaluation.command import evaluate_and_show, in_words_of_the_command
 from steadyrl.evaluation.standalone import data_tables, evaluate_model, find_model, generate, with_room
 from steadyrl.models.load import load_model
 from steadyrl.recipe import build_config
@@ -82,8 +85,53 @@ def test_arguments_that_cannot_work_are_one_sentence(tmp_path):
     assert "unknown key 'engine.thread'" in refusal(TINY, "engine.thread=2", "--data", "arithmetic")
     assert "set --max-tokens" in refusal(TINY, "--data", "arithmetic", "--max-tokens", "100000")
     assert "in no folder that exists" in refusal(TINY, "--data", "arithmetic", "--out", tmp_path / "no" / "a.json")
-    assert "there is no folder /no/model" in refusal("/no/model", "--data", "arithmetic")
-    assert "holds no scores" in refusal("--compare", tmp_path, tmp_path)
+    assert "there is no folder /no/model: set MODEL to" in refusal("/no/model", "--data", "arithmetic")
+    assert "holds no evaluation of a run" in refusal("--compare", tmp_path, tmp_path)
+
+
+def test_columns_are_named_by_the_arguments_of_the_command(tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"q": "1 + 1", "a": "2"}\n', encoding="utf-8")
+    assert "name two of them with --problem and --answer" in refusal(TINY, "--data", path)
+    assert "give both, or neither" in refusal(TINY, "--data", path, "--problem", "q")
+    assert "has no column 'x'; its columns are q, a" in refusal(TINY, "--data", path, "--problem", "x", "--answer", "a")
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("x is a file: set model.path to the folder", "x is a file: set MODEL to the folder"),
+        ("(odd). Set model.path to a model", "(odd). Set MODEL to a model"),
+        ("there is no folder /a/model.path: name one", "there is no folder /a/model.path: name one"),
+    ],
+)
+def test_a_key_of_recipes_becomes_the_argument(message, expected):
+    assert in_words_of_the_command(message) == expected
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_an_error_leaves_no_progress_bar(tmp_path, terminal):
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=terminal, force_interactive=terminal, width=100)
+    given = {"model": {"path": "/no/model"}, "evaluation": {}}
+    with pytest.raises(ConfigError, match="there is no folder"):
+        evaluate_and_show(given, ["arithmetic"], ("", ""), 2, 0, 4, [], None, console)
+    assert ("problems answered" in shown.getvalue()) == terminal
+    if terminal:  # back to the first line of the bar, which is erased
+        assert shown.getvalue().endswith("\r\x1b[1A\x1b[2K")
+    else:
+        assert shown.getvalue() == ""
+
+
+def test_what_cannot_be_compared_is_a_plain_sentence(tmp_path):
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    for content in (None, ""):
+        if content is not None:
+            (run_folder / "evaluations.jsonl").write_text(content)
+        assert "run holds no evaluation of a run" in refusal("--compare", run_folder, tmp_path / "none")
+    (run_folder / "evaluations.jsonl").write_text("{}\n")
+    assert f"there is no file or folder {tmp_path / 'none'}:" in refusal("--compare", run_folder, tmp_path / "none")
 
 
 class ListEngine:

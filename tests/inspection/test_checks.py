@@ -167,9 +167,10 @@ def test_rows_that_do_not_fit_are_left_out_and_named(tmp_path):
     path.write_text(path.read_text() + "{broken\n" + json.dumps(rows[0])[:50], encoding="utf-8")
     found = inspect([path], ["grpo"])
     sentence = found.checks[0].sentence
-    assert sentence.startswith("3 of 81 rows were left out")
-    assert "1 of 81 responses have no token to train on" in sentence
+    assert sentence.startswith("4 of 82 rows were left out")
+    assert "1 of 82 responses have no token to train on" in sentence
     assert any("trainer_logp has" in reason for reason in found.evidence.examples.values())
+    assert "dump.jsonl, line 81: not JSON" in found.evidence.examples.values()
     assert found.evidence.responses == len(rows) - 3
 
 

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from steadyrl.cli import app
 from steadyrl.errors import ConfigError
+from steadyrl.inspection.answers import answers
 from steadyrl.inspection.command import inspect_dumps
 from steadyrl.inspection.study import inspect
 from steadyrl.inspection.table_files import RULE_COLUMNS, STEP_COLUMNS
@@ -122,6 +123,30 @@ def test_an_unknown_rule_and_a_folder_that_cannot_be_written(dump, tmp_path):
         inspect_dumps([dump], tmp_path / "file" / "out", ["grpo"], Console(quiet=True))
 
 
+def test_an_error_is_all_that_is_printed(tmp_path):
+    console = Console(record=True, width=80)
+    with pytest.raises(ConfigError, match="no file or folder"):
+        inspect_dumps([tmp_path / "gone"], tmp_path / "out", None, console)
+    assert console.export_text() == ""
+
+
+@pytest.mark.parametrize("rules", [",", "", "grpo,,"])
+def test_empty_names_of_rules_are_none(dump, tmp_path, rules):
+    result = CliRunner().invoke(app, ["inspect", str(dump), "--out", str(tmp_path / "out"), "--rules", rules])
+    assert result.exit_code == 0, result.output
+    assert {row["rule"] for row in rows_of(tmp_path / "out" / "rules.csv")} == {"grpo", "sat-grpo", "gspo", "sat-gspo"}
+
+
+@pytest.mark.parametrize(
+    ("responses", "sentence"), [(2, r"rules cut none of the \d\d tokens\."), (12, "one token in ten")]
+)
+def test_a_share_of_few_tokens_is_a_count(tmp_path, responses, sentence):
+    rows = dumps.own_rows(dumps.make_run(steps=1, responses=responses, longest=40 if responses == 2 else 1500))
+    found = inspect([dumps.write_jsonl(tmp_path / "dump.jsonl", rows)], ["grpo"])
+    assert (sum(row.tokens for row in found.steps) > 10_000) == (responses == 12)
+    assert re.search(sentence, answers(found)[2].text)
+
+
 def test_progress_is_reported_to_its_end(dump):
     seen = {}
     inspect([dump], ["grpo"], lambda what, done, total: seen.update({what: (done, total)}))
@@ -157,7 +182,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
         peaks.append(peak)
     assert tokens[1] == 15 * tokens[0]
     assert tokens[1] > 10**6
-    assert peaks[1] < peaks[0] + 16, peaks
+    assert peaks[1] < peaks[0] + 40, peaks  # half of the file's size; what a machine under load adds is below that
 
 
 def test_the_examples_of_the_document(tmp_path):

@@ -68,6 +68,17 @@ def test_the_file_is_the_step_where_nothing_else_says_it(tmp_path, run):
             '{"text": "a", "reward": 1}\n',
             r"no log-probabilities under a known name \(its first keys: reward",
         ),
+        ("x.jsonl", "[1, 2]\n", r"line 1 of .* is not an object"),
+        ("x.jsonl", "\n3\n", r"line 2 of .* is not an object"),
+        ("x.jsonl", "null\n", r"line 1 of .* is not an object"),
+        (
+            "x.jsonl",
+            '{"behavior_logp": [], "trainer_logp": []}\n',
+            "has behavior_logp and trainer_logp, but no loss_mask",
+        ),
+        ("x.jsonl", '{"loss_mask": [], "trainer_logp": []}\n', "has trainer_logp, but no behavior_logp"),
+        ("x.jsonl", '{"trainer_logprobs": []}\n', "but no inference_logprobs and no loss_mask"),
+        ("x.jsonl", '{"prev_logprobs": [], "token_loss_mask": []}\n', "but no generation_logprobs:"),
         ("x.jsonl", '{"generation_logprobs": [], "content": ""}\n', "without token_loss_mask"),
         ("x.parquet", "no parquet", "is not a parquet file"),
         ("x.pt", "no archive", "cannot be read without running code from it, or is damaged"),
@@ -87,8 +98,20 @@ def test_nothing_there(tmp_path):
     with pytest.raises(ConfigError, match="holds no token data"):
         inspect([tmp_path])
     (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(ConfigError, match="under a known name"):
-        inspect([tmp_path])
+    for content in ("", "\n \n"):
+        (tmp_path / "empty.jsonl").write_text(content)
+        with pytest.raises(ConfigError, match=r"empty\.jsonl is empty"):
+            inspect([tmp_path])
+
+
+def test_the_reason_of_a_damaged_archive_ends_with_a_word(tmp_path, monkeypatch):
+    def load(*_arguments, **_options):
+        raise RuntimeError("damaged " * 40)
+
+    monkeypatch.setattr(torch, "load", load)
+    (tmp_path / "0.pt").touch()
+    with pytest.raises(ConfigError, match=r"\((damaged ){5,}\.\.\.\): convert"):
+        inspect([tmp_path / "0.pt"])
 
 
 def test_a_pickle_is_refused_with_the_way_out(tmp_path):

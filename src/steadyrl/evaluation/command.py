@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,14 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from steadyrl.errors import ConfigError
-from steadyrl.evaluation.comparison import compare
+from steadyrl.evaluation.comparison import EVALUATIONS, compare
 from steadyrl.evaluation.display import comparison_lines, facts, score_table
 from steadyrl.recipe import build_config
+
+COMMAND_WORDS = {
+    r"(?<=[Ss]et )model\.path\b": "MODEL",
+    "as problem and answer of the source$": "with --problem and --answer",
+}
 
 
 def evaluate_and_show(
@@ -45,14 +51,19 @@ def evaluate_and_show(
     transformers_logging.set_verbosity_error()
     tables = data_tables(sources, columns, prompts)
     config = build_config({**given, **tables, "evaluation": {**given["evaluation"], **tables["evaluation"]}}, overrides)
-    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as bar:
+    bar_columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    # it goes away, so that an error has no unfinished bar above it
+    with Progress(*bar_columns, console=console, transient=True, disable=not console.is_interactive) as bar:
         answering = bar.add_task("problems answered", total=None)
-        result = evaluate_model(
-            config,
-            seed=seed,
-            max_response_tokens=max_tokens,
-            progress=lambda done, total: bar.update(answering, completed=done, total=total),
-        )
+        try:
+            result = evaluate_model(
+                config,
+                seed=seed,
+                max_response_tokens=max_tokens,
+                progress=lambda done, total: bar.update(answering, completed=done, total=total),
+            )
+        except ConfigError as error:
+            raise ConfigError(in_words_of_the_command(str(error))) from error
     for sentence in describe(result["data"]):
         console.print(sentence, soft_wrap=True)
     console.print(score_table(result))
@@ -64,9 +75,35 @@ def evaluate_and_show(
 
 
 def compare_results(first: Path, second: Path, console: Console) -> None:
-    """Print the paired difference of two results; see `compare` for what is raised."""
+    """Print the paired difference of two results.
+
+    Raises:
+        ConfigError: nothing at a path, a run that was not evaluated, or as `compare`.
+    """
+    for path in (first, second):
+        _check_evaluated(path)
     for line in comparison_lines((str(first), str(second)), compare(first, second)):
         console.print(line, soft_wrap=True)
+
+
+def in_words_of_the_command(message: str) -> str:
+    """A message whose remedy is a key of a recipe, with the argument that `steadyrl eval` has in its place."""
+    for recipe, command in COMMAND_WORDS.items():
+        message = re.sub(recipe, command, message)
+    return message
+
+
+def _check_evaluated(path: Path) -> None:
+    if not path.exists():
+        raise ConfigError(
+            f"there is no file or folder {path}: name a run folder, or a file that steadyrl eval --out wrote"
+        )
+    rows = path / EVALUATIONS
+    if path.is_dir() and not (rows.is_file() and rows.stat().st_size):
+        raise ConfigError(
+            f"the folder {path} holds no evaluation of a run (there is nothing in {EVALUATIONS}): name a run that was "
+            "evaluated, or a file that steadyrl eval --out wrote"
+        )
 
 
 def _write(out: Path, result: dict[str, Any]) -> None:

@@ -52,9 +52,9 @@ def read_score(path: Path) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
         row = json.loads(text.splitlines()[-1]) if path.is_dir() else json.loads(text)["score"]
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
         raise ConfigError(
-            f"{file} holds no scores ({error!r}): name a file that steadyrl eval --out wrote, or a run folder"
+            f"{file} holds no scores: name a file that steadyrl eval --out wrote, or a run folder"
         ) from None
     if not isinstance(row, dict) or not all(name in row for name in NEEDED):
         raise ConfigError(f"{file} was written by another version of steadyrl: evaluate again")

@@ -122,7 +122,12 @@ def data_tables(sources: Sequence[str], columns: tuple[str, str], prompts: int |
 
     `columns` are those of problem and answer where a file follows no published schema; `prompts` None = all of a data
     set, and the default number of a procedural task.
+
+    Raises:
+        ConfigError: one column without the other.
     """
+    if bool(columns[0]) != bool(columns[1]):
+        raise ConfigError("--problem and --answer name two columns of one file: give both, or neither")
     size = {} if prompts is None else {"prompts": prompts}
     if len(sources) == 1 and sources[0] in PROCEDURAL:
         return {"task": {"name": sources[0]}, "evaluation": size}

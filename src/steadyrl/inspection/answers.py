@@ -156,7 +156,9 @@ def _cuts(f: Findings) -> list[str]:
         named = ", ".join(f"{totals.rule.name} {totals.means()['inspect/no_gradient']:.2%}" for totals in loud[:5])
         text.append(f"The largest shares of tokens without a gradient: {named}.")
     if quiet:
-        text.append(f"{len(quiet)} of {len(measured)} rules cut fewer than one token in ten thousand.")
+        tokens = sum(row.tokens for row in f.steps)
+        few = f"none of the {tokens:,} tokens" if tokens * FEW <= 1 else "fewer than one token in ten thousand"
+        text.append(f"{len(quiet)} of {len(measured)} rules cut {few}.")
     missing = {totals.missing for totals in f.rules if not totals.steps and totals.missing}
     number = sum(1 for totals in f.rules if not totals.steps)
     if missing:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from steadyrl.inspection.evidence import Evidence
+from steadyrl.inspection.rows import CUT_OFF
 
 MIN_TOKENS = 1000  # for the checks that are statistics
 RATIO_OFF = (
@@ -67,7 +68,8 @@ def _rows(e: Evidence) -> Check:
         parts.append(f"{sum(e.unusable.values()):,} of {e.rows:,} rows were left out, such as {e.examples[kind]}")
     if e.empty:
         parts.append(f"{e.empty:,} of {e.rows:,} responses have no token to train on")
-    return Check(name, "bad" if e.unusable or e.empty == e.rows else "good", "; ".join(parts) + ".")
+    harmless = all(kind.endswith(CUT_OFF) for kind in e.unusable) and e.empty < e.rows
+    return Check(name, "good" if harmless else "bad", "; ".join(parts) + ".")
 
 
 def _numbers(e: Evidence) -> Check:
@@ -77,8 +79,8 @@ def _numbers(e: Evidence) -> Check:
     return Check(
         "numbers",
         "bad",
-        f"Responses with NaN, null, infinities or placeholders below -1000 were left out ({where}): an engine that "
-        "cannot report a log-probability should fail, because a made-up one trains on noise.",
+        f"Responses with NaN, null, infinities (all beyond float32) or placeholders below -1000 were left out ({where}"
+        "): an engine that cannot report a log-probability should fail, because a made-up one trains on noise.",
     )
 
 

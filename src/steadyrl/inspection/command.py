@@ -23,7 +23,8 @@ def inspect_dumps(dumps: Sequence[Path], out: Path, rules: Sequence[str] | None,
         ConfigError: nothing can be read, a preset is unknown, or `out` cannot be written.
     """
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    # without a terminal, all that is left of a bar is an empty line
+    with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as bar:
         tasks = {}
 
         def progress(what: str, done: int, total: int) -> None:

@@ -95,7 +95,8 @@ def prime_rl_response(row: Row, source: Source) -> Response:
     if advantage is not None and np.isnan(advantage[loss_mask]).all():
         advantage = None  # a list of nulls: no reinforcement-learning term was trained here
     rewards = row.get("rewards")
-    first = rewards[0] if isinstance(rewards, list) and rewards else None
+    if isinstance(rewards, list):  # one for each token, all the same
+        rewards = rewards[0] if rewards else None
     return Response(
         step=_step_of(row, source, "step"),
         loss_mask=loss_mask,
@@ -103,7 +104,7 @@ def prime_rl_response(row: Row, source: Source) -> Response:
         trainer_logp=column(row, "trainer_logprobs", np.float32, n),
         advantage=advantage,
         token_ids=column(row, "token_ids", np.int64, n),
-        reward=number({"reward": first}, "reward"),
+        reward=number({"rewards": rewards}, "rewards"),
     )
 
 
@@ -164,14 +165,20 @@ def slime_rows(path: Path) -> Rows:
     size = path.stat().st_size
     samples = list(_slime_samples(payload))
     versions = _slime_versions(path, payload)
-    rollout_id = whole(payload, "rollout_id")
     for index, sample in enumerate(samples):
-        position = whole(sample, "rollout_position")
-        known = versions[position] if position is not None and 0 <= position < len(versions) else None
-        yield {**sample, "rollout_id": rollout_id, "weight_version": known}, size * (index + 1) // len(samples)
+        done = size * (index + 1) // len(samples)
+        try:
+            if not isinstance(sample, dict):
+                raise BadRow(f"sample {index + 1} is no table")
+            position = whole(sample, "rollout_position")
+        except BadRow as problem:
+            yield f"{path.name}: {problem}", done
+            continue
+        known = versions[position] if position is not None and position < len(versions) else None
+        yield {**sample, "rollout_id": payload.get("rollout_id"), "weight_version": known}, done
 
 
-def _slime_samples(payload: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _slime_samples(payload: dict[str, Any]) -> Iterator[Any]:
     """Format 2 has a list of samples; before that, and in miles, each rank wrote columns."""
     if isinstance(payload.get("samples"), list):
         yield from payload["samples"]
@@ -183,19 +190,20 @@ def _slime_samples(payload: dict[str, Any]) -> Iterator[dict[str, Any]]:
     per_sample = {
         name: values for name, values in columns.items() if isinstance(values, list | tuple) and len(values) == count
     }
-    positions = columns.get("partition", [None] * count)
+    positions = per_sample.get("partition", [None] * count)
     for index in range(count):
         yield {**{name: values[index] for name, values in per_sample.items()}, "rollout_position": positions[index]}
 
 
 def _slime_versions(path: Path, payload: dict[str, Any]) -> list[int | None]:
     """One version for each sample of the rollout file: the oldest, so that no token is taken for fresher than it is."""
-    beside = path.parent.parent / "rollout_data" / f"{whole(payload, 'rollout_id')}.pt"
-    if not beside.exists():
+    rollout_id = payload.get("rollout_id")
+    beside = path.parent.parent / "rollout_data" / f"{rollout_id}.pt"
+    if not isinstance(rollout_id, int) or not beside.exists():
         return []
     found: list[int | None] = []
     for sample in torch_archive(beside).get("samples", []):
-        names = [str(name) for name in sample.get("weight_versions") or []]
+        names = [str(name) for name in sample.get("weight_versions") or []] if isinstance(sample, dict) else []
         found.append(min(map(int, names)) if names and all(re.fullmatch(r"\d+", name) for name in names) else None)
     return found
 

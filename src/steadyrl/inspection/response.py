@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Row = Mapping[str, Any]
+MOST = 2**31 - 1  # of a version or a step; differences of two are kept in 32 bits
+
 StepKey = tuple[str, int]
 """What tells optimizer steps apart: ("step", number) where the file says so, else ("file", its place)."""
 
@@ -42,10 +45,12 @@ class Response:
 
 
 def column(row: Row, name: str, dtype: Any, n: int | None = None) -> NDArray[Any] | None:
-    """A list of the row as an array; None if it is missing or null. A null inside a list of numbers is NaN.
+    """A list of the row as an array of `dtype`; None if it is missing or null.
+
+    In a list of floats, null is NaN, and what is beyond the dtype infinite.
 
     Raises:
-        BadRow: it is no list of numbers, or not one of n.
+        BadRow: it is no list of numbers, not one of n, or not one of whole numbers where `dtype` has only these.
     """
     value = row.get(name)
     if value is None:
@@ -53,14 +58,19 @@ def column(row: Row, name: str, dtype: Any, n: int | None = None) -> NDArray[Any
     try:
         if hasattr(value, "detach"):  # a torch tensor, possibly bfloat16, which numpy does not know
             value = value.detach().float().numpy() if value.is_floating_point() else value.detach().numpy()
-        array = np.asarray(value, dtype)
+        array = np.asarray(value)
+        if array.dtype == object and all(one is None or isinstance(one, int | float) for one in array.flat):
+            array = array.astype(np.float64)
     except (TypeError, ValueError, OverflowError):
         raise BadRow(f"{name} is not a list of numbers") from None
-    if array.ndim != 1:
+    if array.ndim != 1 or array.dtype.kind not in "biuf":
         raise BadRow(f"{name} is not a list of numbers")
     if n is not None and len(array) != n:
         raise BadRow(f"{name} has {len(array)} entries for {n} tokens")
-    return array
+    if np.issubdtype(dtype, np.integer):
+        _check_whole(name, array, np.iinfo(dtype))
+    with np.errstate(over="ignore"):
+        return array.astype(dtype)
 
 
 def needed(row: Row, name: str, dtype: Any, n: int | None = None) -> NDArray[Any]:
@@ -80,20 +90,54 @@ def mask(row: Row, name: str, n: int | None = None) -> NDArray[np.bool_]:
 
 
 def advantages(row: Row, name: str, n: int) -> NDArray[np.float32] | None:
-    """One number for the whole response, or one for each token."""
-    value: Any = row.get(name)
-    if getattr(value, "ndim", 1) == 0:
-        value = float(value)
+    """One number for the whole response, or one for each token; see `column`."""
+    value = _plain(row.get(name))
     if isinstance(value, int | float):
-        return np.full(n, value, np.float32)
+        try:
+            with np.errstate(over="ignore"):
+                return np.full(n, value, np.float32)
+        except OverflowError:
+            raise BadRow(f"{name} is beyond all floats") from None
     return column(row, name, np.float32, n)
 
 
 def number(row: Row, name: str) -> float | None:
-    value = row.get(name)
-    return float(value) if isinstance(value, int | float | np.number) and np.isfinite(float(value)) else None
+    """A finite number; None if it is missing or null.
+
+    Raises:
+        BadRow: it is anything else.
+    """
+    value = _plain(row.get(name))
+    if value is None:
+        return None
+    try:
+        if isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # an integer beyond all floats
+        pass
+    raise BadRow(f"{name} is not a finite number")
 
 
 def whole(row: Row, name: str) -> int | None:
-    value = row.get(name)
-    return int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
+    """A whole number from 0 to `MOST`, also as 6.0; None if it is missing or null.
+
+    Raises:
+        BadRow: it is anything else.
+    """
+    value = _plain(row.get(name))
+    if value is None:
+        return None
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST and value == int(value):
+        return int(value)
+    raise BadRow(f"{name} is not a whole number from 0 to {MOST:,}")
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy or torch as one of Python."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
+
+
+def _check_whole(name: str, array: NDArray[Any], limits: np.iinfo[Any]) -> None:
+    inside = (array >= int(limits.min)) & (array < int(limits.max) + 1)  # NaN is not
+    if array.dtype.kind == "b" or not inside.all() or (array.dtype.kind == "f" and (array != np.rint(array)).any()):
+        raise BadRow(f"{name} has entries that are no whole numbers of {limits.bits} bits")

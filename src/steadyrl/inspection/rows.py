@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from steadyrl.inspection.response import Row
 Rows = Iterator[tuple[Row | str, int]]
 """A row, or why there is none, and the bytes of the file read so far."""
 
+CUT_OFF = "cut off, as in a file that is still being written"
+
 
 def json_rows(path: Path) -> Rows:
-    """One line at a time. A last line without its end is still being written, and passed over."""
+    """One line at a time. A last line that does not end is `CUT_OFF`, unless it is whole all the same."""
     done = 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -27,30 +30,34 @@ def json_rows(path: Path) -> Rows:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):
-                if line.endswith(b"\n"):
-                    yield f"{path.name}, line {number}: not JSON", done
+                problem = "not JSON" if line.endswith(b"\n") else CUT_OFF
+                yield f"{path.name}, line {number}: {problem}", done
                 continue
             yield (row if isinstance(row, dict) else f"{path.name}, line {number}: not a JSON object"), done
 
 
 def parquet_rows(path: Path, columns: tuple[str, ...], rows_at_once: int = 64) -> Rows:
-    """Some rows at a time, only the named columns; lists come as numpy arrays."""
+    """Some rows at a time, only the named columns; lists come as numpy arrays.
+
+    Raises:
+        ConfigError: pyarrow is missing, or the file is damaged, of which the first rows may have come already.
+    """
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
         raise ConfigError('a parquet file needs pyarrow: pip install "steadyrl[offline]"') from None
     try:
-        file = pq.ParquetFile(path, pre_buffer=False)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ConfigError(f"{path} is not a parquet file that can be read ({error}): write it again") from None
-    with file:
-        known = [name for name in columns if name in file.schema_arrow.names]
-        total, size, done = file.metadata.num_rows, path.stat().st_size, 0
-        for batch in file.iter_batches(batch_size=rows_at_once, columns=known):
-            for index in range(batch.num_rows):
-                done += 1
-                yield {name: _cell(batch.column(name)[index]) for name in known}, size * done // total
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            known = [name for name in columns if name in file.schema_arrow.names]
+            total, size, done = file.metadata.num_rows, path.stat().st_size, 0
+            for batch in file.iter_batches(batch_size=rows_at_once, columns=known):
+                for index in range(batch.num_rows):
+                    done += 1
+                    yield {name: _cell(batch.column(name)[index]) for name in known}, size * done // total
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = _short(str(error))
+        raise ConfigError(f"{path} is not a parquet file that can be read ({reason}): write it again") from None
 
 
 def torch_archive(path: Path) -> dict[str, Any]:
@@ -67,14 +74,19 @@ def torch_archive(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals([rebuild, *arrays]):
             payload = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # pickle, zipfile and torch each have their own
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = _short(str(error)) or type(error).__name__
         raise ConfigError(
-            f"{path} cannot be read without running code from it, or is damaged ({reason[:160]}): "
+            f"{path} cannot be read without running code from it, or is damaged ({reason}): "
             "convert it to JSON lines where it was written, as docs/inspect.md shows"
         ) from None
     if not isinstance(payload, dict):
         raise ConfigError(f"{path} holds no training data: name the files of a --dump-details folder")
     return payload
+
+
+def _short(text: str) -> str:
+    """The beginning of a library's message, in one line and whole words."""
+    return textwrap.shorten(text, 160, placeholder=" ...")
 
 
 def _cell(scalar: Any) -> Any:

@@ -76,7 +76,7 @@ def select_rules(names: Iterable[str] | None = None) -> tuple[list[Rule], dict[s
     Raises:
         ConfigError: an unknown preset.
     """
-    wanted = list(PRESETS) if names is None else [*ALWAYS, *names]
+    wanted = list(PRESETS) if names is None else [*ALWAYS, *filter(None, names)]
     refused: dict[str, str] = {}
     grouped: dict[str, list[str]] = {}
     for name in dict.fromkeys(wanted):

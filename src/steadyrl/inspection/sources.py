@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from steadyrl.errors import ConfigError
 from steadyrl.inspection.formats import NEMO_RL, OWN, OWN_PARQUET, PRIME_RL, SLIME, Format, Source
@@ -25,6 +26,12 @@ LAYOUTS = (
     "*.parquet",
     "*.pt",
 )
+NEEDED = {  # to know the format of JSON lines
+    OWN: {"behavior_logp", "loss_mask"},
+    PRIME_RL: {"inference_logprobs", "loss_mask"},
+    NEMO_RL: {"generation_logprobs", "token_loss_mask"},
+}
+TELLING = {OWN: {"trainer_logp", "old_logp"}, PRIME_RL: {"trainer_logprobs"}, NEMO_RL: {"prev_logprobs"}}
 RUN_FILES = {"metrics.jsonl", "evaluations.jsonl", "timeline.jsonl"}  # of a run folder: no token data
 
 
@@ -86,31 +93,44 @@ def _format(file: Path) -> Format:
 
 def _json_format(file: Path) -> Format:
     """By the keys of the first row."""
-    try:
-        with file.open("rb") as lines:
-            first = next((line for line in iter(lambda: lines.readline(FIRST_LINE_BYTES), b"") if line.strip()), b"{}")
-        row = json.loads(first)
-    except (ValueError, RecursionError):
-        raise ConfigError(f"the first line of {file} is not JSON: one JSON object per line is needed") from None
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read ({error})") from None
-    keys = set(row) if isinstance(row, dict) else set()
-    if {"behavior_logp", "loss_mask"} <= keys:
-        return OWN
-    if {"inference_logprobs", "loss_mask"} <= keys:
-        return PRIME_RL
-    if {"generation_logprobs", "token_loss_mask"} <= keys:
-        return NEMO_RL
+    keys = set(_first_row(file))
+    for format, needed in NEEDED.items():
+        if needed <= keys:
+            return format
     if "generation_logprobs" in keys:
         raise ConfigError(
             f"{file} was written by a NeMo-RL without token_loss_mask, so nobody can tell which tokens were trained "
             "on: add it (docs/inspect.md), or record the run with a version that writes it"
         )
+    for format, needed in NEEDED.items():
+        there = sorted(keys & (needed | TELLING[format]) - {"loss_mask"})
+        if there:
+            raise ConfigError(
+                f"the first row of {file} has {' and '.join(there)}, but no {' and no '.join(sorted(needed - keys))}: "
+                "add it to every row, as docs/inspect.md shows"
+            )
     listed = ", ".join(sorted(keys)[:8]) or "none"
     raise ConfigError(
         f"{file} has no log-probabilities under a known name (its first keys: {listed}): docs/inspect.md has the "
         "names of every format, and those of our own"
     )
+
+
+def _first_row(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as lines:
+            whole_lines = enumerate(iter(lambda: lines.readline(FIRST_LINE_BYTES), b""), start=1)
+            number, line = next(((number, line) for number, line in whole_lines if line.strip()), (0, b""))
+        row = json.loads(line) if line else None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"the first line of {file} is not JSON: one JSON object per line is needed") from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error}): name another file") from None
+    if not line:
+        raise ConfigError(f"{file} is empty: name files that were written to")
+    if not isinstance(row, dict):
+        raise ConfigError(f"line {number} of {file} is not an object: one JSON object per line is needed")
+    return row
 
 
 def _step_in_name(file: Path) -> int | None:
