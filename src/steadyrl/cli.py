@@ -241,6 +241,32 @@ def rollout_server(
 
 
 @app.command()
+def doctor(
+    recipe: Annotated[Path | None, typer.Argument(help="what a server is compared with, a TOML recipe")] = None,
+    overrides: Overrides = None,
+    engine: Annotated[
+        str | None, typer.Option(help="compare this running server with a recipe, http://HOST:PORT")
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="of the server, vllm or sglang; else engine.kind of the recipe")
+    ] = None,
+) -> None:
+    """Say what is installed and usable here, or whether a rollout server is what a recipe needs."""
+    from steadyrl.engines.doctor import check_installation, check_server
+
+    if engine is None:
+        check_installation(console)
+        return
+    if recipe is None:
+        raise ConfigError(
+            "steadyrl doctor --engine needs the recipe that the server is for, for example: "
+            "steadyrl doctor recipes/tiny.toml --engine http://127.0.0.1:8000 --kind vllm"
+        )
+    server = [f'engine.urls=["{engine}"]', *([f"engine.kind={kind}"] if kind else [])]
+    check_server(load_config(recipe, [*(overrides or []), *server]), console)
+
+
+@app.command()
 def make_base(
     folder: Annotated[Path, typer.Argument(help="where to write the checkpoint")],
     seed: Annotated[int, typer.Option(help="of the weights and the warm-up data")] = 0,

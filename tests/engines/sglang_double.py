@@ -1,6 +1,7 @@
 """The double of `vllm_double.py`, speaking the part of SGLang's API that steadyrl uses.
 
-Requests and answers follow SGLang 0.5.23 (`entrypoints/http_server.py`, `managers/io_struct.py`, `managers/scheduler.py`).
+Requests and answers follow SGLang 0.5.23 (`entrypoints/http_server.py`, `managers/io_struct.py`,
+`managers/scheduler.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from steadyrl.types import GenerationRequest, Prompt, Rollout
 
 class SglangDouble(VllmDouble):
     """Samples, fails and dies as its base does."""
+
+    def __init__(self, dtype: str = "float32", port: int = 0) -> None:
+        super().__init__(dtype, port)
+        self._server.socket.listen(256)  # each response is a connection
 
     def restart(self) -> None:
         super().restart()

@@ -88,7 +88,8 @@ def difference(reported: NDArray[np.float64], reference: Reference, tolerance: f
         if other <= min(tolerance, found / 4):
             return (
                 f"{start}, and by {other:.3f} where they are taken {mode}: it does not report the distribution that "
-                "it samples from (vLLM: start it with --logprobs-mode processed_logprobs)"
+                "it samples from (vLLM: start it with --logprobs-mode processed_logprobs; SGLang: without "
+                "SGLANG_RETURN_ORIGINAL_LOGPROB)"
             )
     return (
         f"{start}, over {len(reported)} tokens, and engine.probe_tolerance is {tolerance:g}: the weights did not "

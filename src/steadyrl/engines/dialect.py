@@ -1,7 +1,8 @@
 """What differs between serving engines: their routes, and how they say what they did.
 
 `remote_engine.py` and `server_pool.py` speak to every server through a `Dialect`; a dialect only translates. It keeps
-no state, checks nothing that it need not know for the translation, and passes on numbers as the server gave them.
+no state but the names of running requests, checks nothing that it need not know for the translation, and passes on
+numbers as the server gave them.
 """
 
 from __future__ import annotations
