@@ -96,7 +96,7 @@ def test_an_anchor_that_makes_every_ratio_one_is_refused():
 
 
 def test_broken_files_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="there is no recipe"):
+    with pytest.raises(ConfigError, match="there is no file"):
         load_config(tmp_path / "missing.toml")
     (tmp_path / "bad.toml").write_text("a = = 1")
     with pytest.raises(ConfigError, match="not valid TOML"):
