@@ -11,7 +11,6 @@ from steadyrl.pipeline.schedule import generation_version
 from steadyrl.planning.lengths import mean_lengths
 from steadyrl.planning.rates import Hardware
 from steadyrl.planning.simulate import _Scheduled, simulate
-from steadyrl.planning.trainer_clock import TrainerClock
 from steadyrl.recipe import build_config
 
 # 4 prompts x 3 responses = 12 responses of 10 tokens to prompts of 5
@@ -134,7 +133,7 @@ def test_the_trainer_scores_evaluations():
 
 
 def test_a_broadcast_waits_for_one_of_two_slots():
-    clock = TrainerClock(recipe("pipeline.lag=1"), SHAPE, speed(), 10, 0)
+    clock = _Scheduled(recipe("pipeline.lag=1"), SHAPE, speed(), 10, 0)
     ends = []
     for version in range(3):
         clock.broadcast(version)

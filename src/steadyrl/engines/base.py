@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from steadyrl.errors import EngineError
 from steadyrl.types import GenerationRequest, Rollout
 
 
@@ -77,6 +78,26 @@ class StreamingEngine(Engine, Protocol):
         Tokens are decode steps, and repeatable; seconds depend on the machine.
         """
         ...
+
+
+def assign_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> str:
+    """Copy weights into a model, in its dtype; `weights_checksum` of what it then holds.
+
+    Raises:
+        EngineError: names or shapes that do not map one to one; the model is as it was.
+    """
+    own = dict(model.named_parameters())
+    if own.keys() != weights.keys():
+        odd = sorted(own.keys() ^ weights.keys())
+        raise EngineError(f"the broadcast and the engine's model disagree about {len(odd)} weights, first {odd[0]}")
+    for name, parameter in own.items():
+        if parameter.shape != weights[name].shape:
+            arrived, expected = tuple(weights[name].shape), tuple(parameter.shape)
+            raise EngineError(f"{name} arrives with shape {arrived}; the engine's model has {expected}")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(weights[name])
+    return weights_checksum(own)
 
 
 def weights_checksum(weights: Mapping[str, Tensor]) -> str:

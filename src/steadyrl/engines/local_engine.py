@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from steadyrl.engines.base import weights_checksum
+from steadyrl.engines.base import assign_weights
 from steadyrl.engines.decoder import Decoder
 from steadyrl.engines.kv_cache import check_cache
 from steadyrl.engines.sequence import Sequence
@@ -80,20 +79,10 @@ class LocalEngine:
         Raises:
             EngineError: names or shapes that do not map one to one; the model is as it was.
         """
-        own = dict(self._model.named_parameters())
-        if own.keys() != weights.keys():
-            odd = sorted(own.keys() ^ weights.keys())
-            raise EngineError(f"the broadcast and the engine's model disagree about {len(odd)} weights, first {odd[0]}")
-        for name, parameter in own.items():
-            if parameter.shape != weights[name].shape:
-                arrived, expected = tuple(weights[name].shape), tuple(parameter.shape)
-                raise EngineError(f"{name} arrives with shape {arrived}; the engine's model has {expected}")
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(weights[name])
+        checksum = assign_weights(self._model, weights)
         self.version = version
         self._decoder.weights_changed(rebuild_cache=self._rebuilds_cache)
-        return weights_checksum(own)
+        return checksum
 
     def close(self) -> None:
         """Nothing to release."""

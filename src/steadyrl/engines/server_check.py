@@ -14,17 +14,15 @@ import threading
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from steadyrl.config import EngineConfig
-from steadyrl.engines.base import weights_checksum
+from steadyrl.engines.base import assign_weights
 from steadyrl.engines.completion_check import check_completions
 from steadyrl.engines.contract import Reference, difference, sampling_difference, score
 from steadyrl.engines.dialect import Completion, Dialect, ServerFault, ServerInfo
 from steadyrl.engines.server import Job, Server, Weights
-from steadyrl.errors import EngineError
 from steadyrl.models.load import context_length
 from steadyrl.types import GenerationRequest
 
@@ -66,19 +64,10 @@ class ServerCheck:
         Raises:
             EngineError: names or shapes that do not map one to one; the mirror is as it was.
         """
-        own = dict(self.mirror.named_parameters())
-        if own.keys() != weights.keys():
-            odd = sorted(own.keys() ^ weights.keys())
-            raise EngineError(f"the broadcast and the engine's model disagree about {len(odd)} weights, first {odd[0]}")
-        for name, parameter in own.items():
-            if parameter.shape != weights[name].shape:
-                arrived, expected = tuple(weights[name].shape), tuple(parameter.shape)
-                raise EngineError(f"{name} arrives with shape {arrived}; the engine's model has {expected}")
-        with self._lock, torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(weights[name])
+        with self._lock:
+            checksum = assign_weights(self.mirror, weights)
             self._tag = tag
-            return weights_checksum(own)
+            return checksum
 
     def examine(self, server: Server, info: ServerInfo) -> None:
         """Raises ServerFault where a server says that it is not what the run needs."""

@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -39,9 +39,9 @@ from steadyrl.engines.build import build_local_engine
 from steadyrl.engines.local_engine import LocalEngine
 from steadyrl.errors import EngineError
 from steadyrl.pipeline.backend import EngineSpec, Generated, Loaded
-from steadyrl.pipeline.group_stream import Arrival, GroupStream
+from steadyrl.pipeline.group_stream import GroupStream
+from steadyrl.pipeline.queued_backend import QueuedBackend
 from steadyrl.pipeline.weights import NUM_SLOTS, WeightLayout, WeightSlot, create_slots, verify
-from steadyrl.types import GenerationRequest
 
 POLL_S = 0.5  # how often a wait looks whether the engine is alive
 CLOSE_TIMEOUT_S = 5.0
@@ -51,20 +51,16 @@ PR_SET_PDEATHSIG = 1  # of prctl
 Answer = tuple[Any, ...]
 
 
-class ProcessBackend:
+class ProcessBackend(QueuedBackend):
     """A `Backend` whose engine samples while the trainer works."""
 
     def __init__(self, spec: EngineSpec, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
         self._spec = spec
         layout = WeightLayout.of(weights, getattr(torch, spec.dtype))
         self._slots = create_slots(layout)
         self._next_slot = 0
         self._sent: deque[tuple[int, str]] = deque()  # version and checksum of broadcasts without an answer
-        self._finished: deque[Generated] = deque()
-        self._arrivals: list[Arrival] = []
-        self._admitted = 0  # groups that have not arrived
-        self._waiting = 0  # requests without an answer
-        self._loads: list[Loaded] = []
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: no more
         self._inbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()  # None: the pipe has ended
         context = multiprocessing.get_context("spawn")
@@ -81,7 +77,7 @@ class ProcessBackend:
         )
         try:
             self._start(remote)
-            self._receive("the engine process to start", spec.start_timeout_s)
+            self._await("the engine process to start", spec.start_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -103,38 +99,11 @@ class ProcessBackend:
 
     def broadcast(self, weights: Mapping[str, Tensor], version: int) -> None:
         while len(self._sent) == NUM_SLOTS:
-            self._receive(f"the engine to take over version {self._sent[0][0]}", self._spec.generate_timeout_s)
+            self._receive(f"the engine to take over version {self._sent[0][0]}")
         slot = self._next_slot
         self._next_slot = (slot + 1) % NUM_SLOTS
         self._sent.append((version, self._slots[slot].write(weights)))
         self._send(("load", slot, version))
-
-    def submit(self, request: GenerationRequest) -> None:
-        self._waiting += 1
-        self._send(("generate", request))
-
-    def collect(self) -> Generated:
-        assert self._finished or self._waiting, "nothing was submitted"
-        while not self._finished:
-            self._receive("the engine to finish a generation", self._spec.generate_timeout_s)
-        return self._finished.popleft()
-
-    def admit(self, groups: Sequence[tuple[int, GenerationRequest]]) -> None:
-        self._admitted += len(groups)
-        self._send(("admit", list(groups)))  # one message: those that come together start together
-
-    def arrivals(self, *, wait: bool) -> list[Arrival]:
-        while not self._inbox.empty():
-            self._receive("the engine", self._spec.generate_timeout_s)
-        while wait and not self._arrivals:
-            assert self._admitted, "nothing was admitted"
-            self._receive("the engine to finish a group", self._spec.generate_timeout_s)
-        arrivals, self._arrivals = self._arrivals, []
-        return arrivals
-
-    def loads(self) -> list[Loaded]:
-        loads, self._loads = self._loads, []
-        return loads
 
     def close(self) -> None:
         if self._process.pid is not None:
@@ -152,7 +121,13 @@ class ProcessBackend:
     def _send(self, command: tuple[Any, ...]) -> None:
         self._outbox.put(bytes(ForkingPickler.dumps(command)))
 
-    def _receive(self, awaited: str, timeout_s: float) -> None:
+    def _has_answer(self) -> bool:
+        return not self._inbox.empty()
+
+    def _receive(self, awaited: str) -> None:
+        self._await(awaited, self._spec.generate_timeout_s)
+
+    def _await(self, awaited: str, timeout_s: float) -> None:
         """Handle one answer of the engine."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -175,17 +150,13 @@ class ProcessBackend:
         self._handle(*answer)
 
     def _handle(self, kind: str, *content: Any) -> None:
-        if kind == "generated":
-            self._waiting -= 1
-            self._finished.append(content[0])
-        elif kind == "arrived":
-            self._admitted -= len(content[0])
-            self._arrivals += content[0]
+        if kind in ("generated", "arrived"):
+            self._note(content[0])
         elif kind == "loaded":
             received, loaded = content
             version, sent = self._sent.popleft()
             verify(version, sent, received)
-            self._loads.append(loaded)
+            self._note(loaded)
         elif kind == "failed":
             raise EngineError(f"the engine process failed:\n{content[0]}")
         else:

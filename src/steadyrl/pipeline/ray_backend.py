@@ -42,11 +42,10 @@ from steadyrl.pipeline.ray_engine import (
 )
 from steadyrl.pipeline.ray_transport import PackedRollouts, pack_weights, unpack_rollouts, unpack_weights
 from steadyrl.pipeline.splitting import join, split
-from steadyrl.pipeline.weights import verify
+from steadyrl.pipeline.weights import NUM_SLOTS, verify
 from steadyrl.types import GenerationRequest, Rollout
 
 MAX_DEATHS = 3  # of an engine, without an answer in between
-MAX_BROADCASTS = 2  # that no engine or not all have taken: one for rollouts, one for an evaluation
 
 
 @dataclass
@@ -128,7 +127,7 @@ class RayBackend:
             raise
 
     def broadcast(self, weights: Mapping[str, Tensor], version: int) -> None:
-        while len(self._broadcasts) == MAX_BROADCASTS:
+        while len(self._broadcasts) == NUM_SLOTS:
             oldest = self._broadcasts[0]
             self._receive(f"engine {min(oldest.waiting)} to take over version {oldest.version}")
         packed = pack_weights(weights, getattr(torch, self._spec.dtype))

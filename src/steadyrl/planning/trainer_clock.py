@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ class Prediction:
     run_s: float  # all steps of the recipe at this pace
 
 
-class TrainerClock:
+class TrainerClock(ABC):
     """The trainer's side that all regimes share: `now_s` is its clock."""
 
     def __init__(self, config: RunConfig, shape: ModelShape, speed: Speed, steps: int, seed: int) -> None:
@@ -73,14 +74,14 @@ class TrainerClock:
 
     # ---- what a regime does ----
 
-    def prepare(self, batch: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def prepare(self, batch: int) -> None: ...
 
-    def prepare_ahead(self, batch: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def prepare_ahead(self, batch: int) -> None: ...
 
-    def collect(self, batch: int) -> list[Group]:
-        raise NotImplementedError
+    @abstractmethod
+    def collect(self, batch: int) -> list[Group]: ...
 
     # ---- the loop ----
 
