@@ -11,11 +11,12 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "steadyrl"
 
-GROUND = {"axes", "config", "method", "presets", "recipe", "errors", "types"}
+GROUND = {"axes", "config", "task_config", "method", "presets", "recipe", "errors", "types"}
 ALLOWED = {
     "axes": set(),
     "method": {"axes", "presets"},
-    "config": {"axes", "method"},
+    "task_config": {"axes"},
+    "config": {"axes", "method", "task_config"},
     "recipe": {"axes", "config", "errors", "method"},
     "presets": set(),
     "errors": set(),
@@ -35,7 +36,8 @@ ALLOWED = {
     "experiments": GROUND | {"reports", "run"},
     "planning": GROUND | {"models", "pipeline", "reports"},
     "assets": GROUND | {"models", "tasks"},
-    "run": GROUND | {"engines", "evaluation", "models", "pipeline", "reports", "tasks", "trainer"},
+    "continuation": GROUND | {"reports", "trainer"},
+    "run": GROUND | {"continuation", "engines", "evaluation", "models", "pipeline", "reports", "tasks", "trainer"},
     "__main__": {"cli"},
     "cli": GROUND | {"assets", "engines", "evaluation", "experiments", "inspection", "planning", "reports", "run"},
 }

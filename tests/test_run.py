@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from steadyrl import run
+from steadyrl.continuation import claim_folder
 from steadyrl.errors import ConfigError
 from steadyrl.recipe import build_config
 from steadyrl.reports.recorder import RunFolder
-from steadyrl.run import claim_folder, train
+from steadyrl.run import train
 
 OVERRIDES = [
     "trainer.steps=2",

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from steadyrl.config import RunConfig
+from steadyrl.continuation import checkpoint_to_resume, new_folder, rewind
 from steadyrl.engines.build import PROBE_PROMPTS, build_local_engine, build_remote_engine
 from steadyrl.errors import CheckpointError, ConfigError, LearnerLostError, SteadyRLError
 from steadyrl.evaluation.evaluate import evaluation_request, score
@@ -35,42 +35,19 @@ from steadyrl.pipeline.seeds import stream_seed
 from steadyrl.pipeline.thread_backend import ThreadBackend
 from steadyrl.pipeline.watchdog import Watchdog
 from steadyrl.reports.progress import TrainingProgress
-from steadyrl.reports.recorder import CHECKPOINTS, LOCK, RunFolder
+from steadyrl.reports.recorder import CHECKPOINTS, RunFolder
 from steadyrl.reports.trackers import Tracking, check_installed
 from steadyrl.tasks.base import Task
 from steadyrl.tasks.build import build_task
 from steadyrl.tasks.data_record import check_same_data, describe, store_data
 from steadyrl.trainer.base import Learner
-from steadyrl.trainer.checkpoint import latest_checkpoint, load_state, set_aside
+from steadyrl.trainer.checkpoint import latest_checkpoint, load_state
 from steadyrl.trainer.learner import LocalLearner
 from steadyrl.types import GenerationRequest, Prompt, Rollout, RolloutBatch, StepReport
 
 logger = logging.getLogger(__name__)
 STALLED = "stalled.txt"
 MAX_RESTARTS = 3  # after a trainer rank died, without a newer checkpoint in between
-
-# what may differ between a checkpoint and the recipe that continues it, without changing a number (but for the rounding
-# of sums, where other ranks or engines share the work)
-MAY_DIFFER = (
-    "run_dir",
-    "trainer.steps",
-    "trainer.kind",
-    "trainer.ranks",
-    "trainer.device",
-    "pipeline.backend",
-    "pipeline.ray_address",
-    "pipeline.placement",
-    "engine.replicas",
-    "engine.start_timeout_s",
-    "engine.generate_timeout_s",
-    "engine.urls",
-    "engine.weights_dir",
-    "engine.stall_timeout_s",
-    "engine.recovery_timeout_s",
-    "checkpoint",
-    "record",
-    "tracking",
-)
 
 
 @dataclass(frozen=True)
@@ -120,7 +97,7 @@ def _attempt(config: RunConfig, resume: bool, progress: TrainingProgress) -> Run
     """A run, from its start or its newest checkpoint, until it ends or loses a trainer rank."""
     with ExitStack() as held:
         folder = held.enter_context(RunFolder.open(config.run_dir)) if resume else None
-        checkpoint = _checkpoint_to_resume(config) if resume else None
+        checkpoint = checkpoint_to_resume(config) if resume else None
         tokenizer = load_tokenizer(config.model.path)
         model = load_policy(config.model)
         task = held.enter_context(closing(build_task(config.task, tokenizer, config.seed)))
@@ -135,11 +112,11 @@ def _attempt(config: RunConfig, resume: bool, progress: TrainingProgress) -> Run
         else:
             learner = LocalLearner(model, tokenizer, config)
         if folder is None or checkpoint is None:
-            folder = held.enter_context(_new_folder(config))
+            folder = held.enter_context(new_folder(config))
             store_data(folder.path, task.data)
         else:
             check_same_data(folder.path, task.data)
-            _rewind(folder, config, checkpoint)
+            rewind(folder, config, checkpoint)
         for sentence in describe(task.data):
             progress.message(sentence)
         tracking = held.enter_context(Tracking(config, folder.path, progress.message))
@@ -284,73 +261,6 @@ class _Observer:
         self.watchdog.progress()
 
 
-def claim_folder(run_dir: str) -> Path:
-    """`run_dir`, or `run_dir-2`, `-3`, ... if something is in it already: no run is ever overwritten.
-
-    The folder's lock file is made here, so that of two processes only one gets a folder.
-    """
-    path, number = Path(run_dir), 1
-    while True:
-        path.mkdir(parents=True, exist_ok=True)
-        if not any(path.iterdir()):
-            with suppress(FileExistsError):
-                (path / LOCK).touch(exist_ok=False)
-                return path
-        number += 1
-        path = Path(f"{run_dir}-{number}")
-
-
-def _new_folder(config: RunConfig) -> RunFolder:
-    try:
-        return RunFolder.create(claim_folder(config.run_dir), config)
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        raise ConfigError(
-            f"no run can be written to run_dir = {config.run_dir!r} ({error}): choose another run_dir"
-        ) from None
-
-
-def _rewind(folder: RunFolder, config: RunConfig, checkpoint: Path) -> None:
-    """Drop what the run did after its checkpoint."""
-    state = load_state(checkpoint)
-    try:
-        folder.rewind(config, state["step"], state["evaluated"])
-        set_aside(checkpoint.parent, state["step"])
-    except OSError as error:
-        raise ConfigError(f"{folder.path} cannot be written to ({error}): make it writable, then resume") from None
-
-
-def _checkpoint_to_resume(config: RunConfig) -> Path:
-    """The newest checkpoint of `run_dir`, if it was made by the same recipe."""
-    try:
-        checkpoint = latest_checkpoint(Path(config.run_dir) / CHECKPOINTS)
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from None
-    state = load_state(checkpoint)
-    try:
-        recorded = RunConfig.model_validate(state["config"])
-    except ValidationError:
-        raise ConfigError(
-            f"{checkpoint} was made by another version of steadyrl: resume it there, or start a new run_dir"
-        ) from None
-    before, now = _flat(recorded.model_dump(mode="json")), _flat(config.model_dump(mode="json"))
-    changed = sorted(
-        key
-        for key in before.keys() | now.keys()
-        if before.get(key) != now.get(key) and not any(key == free or key.startswith(f"{free}.") for free in MAY_DIFFER)
-    )
-    if changed:
-        key = changed[0]
-        raise ConfigError(
-            f"{config.run_dir} was made with {key} = {before.get(key)!r}, not {now.get(key)!r}: a resumed run keeps "
-            f"its recipe (it may change {', '.join(MAY_DIFFER)}); start a new run_dir for another one"
-        )
-    if state["step"] >= config.trainer.steps:
-        raise ConfigError(
-            f"{config.run_dir} already has its {state['step']} optimizer steps: raise trainer.steps to continue it"
-        )
-    return checkpoint
-
-
 def _check_model(
     config: RunConfig, model: PreTrainedModel, held_out: Sequence[Prompt], first_trained: Sequence[Prompt]
 ) -> None:
@@ -368,16 +278,6 @@ def _check_length(model: PreTrainedModel, prompts: Sequence[Prompt], key: str, r
             f"a prompt of {longest} tokens and a response of {response_tokens} do not fit into the model's "
             f"{context_length(model)} positions: lower {key}"
         )
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 @contextmanager

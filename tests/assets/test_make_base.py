@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from steadyrl.assets.make_base import SHAPE, make_base
-from steadyrl.config import ArithmeticTask, EvaluationConfig
+from steadyrl.config import EvaluationConfig
 from steadyrl.engines.build import build_local_engine
 from steadyrl.evaluation.evaluate import evaluation_request, score
 from steadyrl.models.load import load_model
+from steadyrl.task_config import ArithmeticTask
 from steadyrl.tasks.arithmetic import Arithmetic
 
 TINY = "bundled:tiny_moe"

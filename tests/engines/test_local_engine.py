@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from steadyrl.config import ArithmeticTask
 from steadyrl.engines.base import weights_checksum
 from steadyrl.engines.build import build_local_engine
 from steadyrl.engines.local_engine import LocalEngine
@@ -17,6 +16,7 @@ from steadyrl.errors import EngineError
 from steadyrl.models.load import eos_token_ids, load_model
 from steadyrl.models.logprobs import token_logp
 from steadyrl.models.routing import record_routing
+from steadyrl.task_config import ArithmeticTask
 from steadyrl.tasks.arithmetic import Arithmetic
 from steadyrl.types import GenerationRequest, Prompt, Rollout
 

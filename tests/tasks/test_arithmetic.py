@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from steadyrl.config import ArithmeticTask
 from steadyrl.errors import ConfigError
+from steadyrl.task_config import ArithmeticTask
 from steadyrl.tasks.arithmetic import Arithmetic, question, split_of, steps
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tasks.published import GSM8K_SCHEMA, gsm8k_row, jsonl, parquet
 
-from steadyrl.config import MathDatasetTask
 from steadyrl.errors import ConfigError
+from steadyrl.task_config import MathDatasetTask
 from steadyrl.tasks import math_dataset
 from steadyrl.tasks.data_record import check_same_data, describe, store_data
 from steadyrl.tasks.math_dataset import MathDataset, epoch_order

@@ -16,8 +16,8 @@ from tasks.published import (
     parquet,
 )
 
-from steadyrl.config import DataSource
 from steadyrl.errors import ConfigError
+from steadyrl.task_config import DataSource
 from steadyrl.tasks.problems import load_problems
 
 

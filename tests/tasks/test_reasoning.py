@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from steadyrl.config import ReasoningTask
 from steadyrl.errors import ConfigError
+from steadyrl.task_config import ReasoningTask
 from steadyrl.tasks.answers import last_number
 from steadyrl.tasks.reasoning import ReasoningGymTask
 

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from steadyrl.config import ArithmeticTask, RunConfig
+from steadyrl.config import RunConfig
 from steadyrl.engines.build import build_local_engine
 from steadyrl.errors import EngineError
 from steadyrl.models.load import load_model
 from steadyrl.models.logprobs import token_logp
 from steadyrl.pipeline.packing import pack, pad
+from steadyrl.task_config import ArithmeticTask
 from steadyrl.tasks.arithmetic import Arithmetic
 from steadyrl.trainer.learner import LocalLearner
 from steadyrl.types import GenerationRequest, Rollout

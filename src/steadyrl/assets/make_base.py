@@ -17,9 +17,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from steadyrl.config import ArithmeticTask
 from steadyrl.models.load import save_model
 from steadyrl.models.logprobs import token_logp
+from steadyrl.task_config import ArithmeticTask
 from steadyrl.tasks.arithmetic import question, split_of
 
 NOISE = 0.2  # probability that a partial sum of a warm-up trace is wrong

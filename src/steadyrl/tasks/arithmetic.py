@@ -16,8 +16,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from steadyrl.config import ArithmeticTask
 from steadyrl.errors import ConfigError
+from steadyrl.task_config import ArithmeticTask
 from steadyrl.tasks.base import Grade, Split, template_name
 from steadyrl.tasks.render import render_prompt
 from steadyrl.types import Prompt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from steadyrl.config import ArithmeticTask, MathDatasetTask, ReasoningTask
+from steadyrl.task_config import ArithmeticTask, MathDatasetTask, ReasoningTask
 from steadyrl.tasks.arithmetic import Arithmetic
 from steadyrl.tasks.base import Task
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from steadyrl.config import MathDatasetTask
 from steadyrl.errors import ConfigError
+from steadyrl.task_config import MathDatasetTask
 from steadyrl.tasks.answers import clean
 from steadyrl.tasks.base import Grade, Split, checksum, template_name
 from steadyrl.tasks.problems import Problem, load_problems

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from steadyrl.config import DataSource
 from steadyrl.errors import ConfigError
+from steadyrl.task_config import DataSource
 from steadyrl.tasks.base import Split, checksum
 from steadyrl.tasks.schemas import BadRow, Row, Schema, find_schema, identity, named_columns
 from steadyrl.tasks.sources import DataFile, find_files, read_columns, read_rows

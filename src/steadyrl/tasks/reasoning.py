@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from steadyrl.config import ReasoningTask
 from steadyrl.errors import ConfigError
+from steadyrl.task_config import ReasoningTask
 from steadyrl.tasks.answers import last_number
 from steadyrl.tasks.base import Grade, Split, template_name
 from steadyrl.tasks.render import render_prompt
