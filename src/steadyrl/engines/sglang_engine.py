@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steadyrl.config import RunConfig
-from steadyrl.engines.dialect import Completion, HttpClient, Pause, ServerFault, ServerInfo, VersionSpan
+from steadyrl.engines.common_routes import counter, tokenize, version_spans
+from steadyrl.engines.dialect import Completion, HttpClient, Pause, ServerFault, ServerInfo
 from steadyrl.types import GenerationRequest, Prompt
 
 INFO_S = 60.0
@@ -80,11 +81,9 @@ class SglangDialect:
         """See `dialect.Dialect`. Prompts that are read count as well; None from a server without --enable-metrics."""
         # GET /health samples a token, and so has no answer from a server that is paused
         await client.get("/model_info", timeout_s=timeout_s)
-        text = ""
         with suppress(ServerFault):
-            text = (await client.get("/metrics", timeout_s=timeout_s)).get("text", "")
-        counts = [float(line.split()[-1]) for line in text.splitlines() if line.startswith(TOKEN_COUNT)]
-        return sum(counts) if counts else None
+            return await counter(client, TOKEN_COUNT, timeout_s=timeout_s)
+        return None
 
     async def generate(
         self,
@@ -156,9 +155,7 @@ class SglangDialect:
 
     async def tokenize(self, client: HttpClient, text: str, *, timeout_s: float) -> list[int] | None:
         """See `dialect.Dialect`."""
-        answer = await client.post("/tokenize", {"prompt": text, "add_special_tokens": False}, timeout_s=timeout_s)
-        tokens = answer.get("tokens")
-        return tokens if isinstance(tokens, list) else None
+        return await tokenize(client, text, timeout_s=timeout_s)
 
     def _sampling(self, request: GenerationRequest) -> dict[str, Any]:
         sampling: dict[str, Any] = {
@@ -196,7 +193,7 @@ def _completion(answer: dict[str, Any], prompt_tokens: int, restricted: bool, mo
         token_ids=tokens,
         logp=[math.nan if value is None or value < LEAST_LOGP else float(value) for value in logp],
         finish=finish,
-        spans=[VersionSpan(str(span["version"]), int(span["start"]), int(span["end"])) for span in spans or []],
+        spans=version_spans(spans),
         routed_experts=_experts(experts, prompt_tokens + len(tokens) - 1, moe) if experts and moe else None,
         support=support,
     )

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steadyrl.config import RunConfig
+from steadyrl.engines.common_routes import counter, tokenize, version_spans
 from steadyrl.engines.dialect import (
     Completion,
     HttpClient,
@@ -33,7 +34,6 @@ from steadyrl.engines.dialect import (
     Pause,
     ServerFault,
     ServerInfo,
-    VersionSpan,
 )
 from steadyrl.types import GenerationRequest, Prompt
 
@@ -81,9 +81,7 @@ class VllmDialect:
     async def progress(self, client: HttpClient, *, timeout_s: float) -> float | None:
         """See `dialect.Dialect`."""
         await client.get("/health", timeout_s=timeout_s)
-        text = (await client.get("/metrics", timeout_s=timeout_s)).get("text", "")
-        counts = [float(line.split()[-1]) for line in text.splitlines() if line.startswith(TOKEN_COUNT)]
-        return sum(counts) if counts else None
+        return await counter(client, TOKEN_COUNT, timeout_s=timeout_s)
 
     async def generate(
         self,
@@ -142,9 +140,7 @@ class VllmDialect:
 
     async def tokenize(self, client: HttpClient, text: str, *, timeout_s: float) -> list[int] | None:
         """See `dialect.Dialect`."""
-        answer = await client.post("/tokenize", {"prompt": text, "add_special_tokens": False}, timeout_s=timeout_s)
-        tokens = answer.get("tokens")
-        return tokens if isinstance(tokens, list) else None
+        return await tokenize(client, text, timeout_s=timeout_s)
 
     def _sampling(self, request: GenerationRequest) -> dict[str, Any]:
         sampling: dict[str, Any] = {
@@ -171,7 +167,7 @@ def _completion(choice: dict[str, Any], *, wants_experts: bool) -> Completion:
         token_ids=[int(token) for token in choice["token_ids"] or []],
         logp=[_logp(entry) for entry in content],
         finish=finish,
-        spans=[VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in choice["weight_versions"] or []],
+        spans=version_spans(choice["weight_versions"]),
         routed_experts=None if experts is None else _array(experts),
         support=choice.get("sampling_mask"),
     )
