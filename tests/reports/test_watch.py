@@ -44,7 +44,8 @@ def builds(monkeypatch):
 @contextmanager
 def served(folder):
     live = LivePage(folder)
-    with make_server(live, 0) as server:
+    with make_server(0) as server:
+        server.live = live
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
@@ -235,7 +236,8 @@ def test_only_get_and_only_the_page(tmp_path, builds):
 
 def test_the_server_listens_to_this_machine_alone_and_clients_may_vanish(tmp_path, builds, capfd):
     write_run(tmp_path / "run", steps=2).close()
-    with make_server(LivePage(tmp_path / "run"), 0) as server:
+    with make_server(0) as server:
+        server.live = LivePage(tmp_path / "run")
         assert server.server_address[0] == "127.0.0.1"
     with served(tmp_path / "run") as port:
         for text in (b"", b"GET / HTT", f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode()):

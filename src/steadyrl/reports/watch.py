@@ -52,16 +52,17 @@ def watch(folder: Path | str, port: int, announce: Callable[[str], None]) -> Non
     Raises:
         ConfigError: if the folder is no run, its report cannot be made, or the port cannot be had; nothing is served.
     """
-    live = LivePage(Path(folder))
-    with make_server(live, port) as server, suppress(KeyboardInterrupt):
+    with make_server(port) as server, suppress(KeyboardInterrupt):  # a port that is taken shows at once
+        server.live = LivePage(Path(folder))
         os.nice(NICENESS)
         announce(f"http://{HOST}:{server.server_port}/")
         server.serve_forever()
 
 
-def make_server(live: LivePage, port: int) -> WatchServer:
+def make_server(port: int) -> WatchServer:
+    """A server without its page: give it `live` before it serves."""
     try:
-        return WatchServer(live, port)
+        return WatchServer((HOST, port), _Handler)
     except OSError as error:
         raise ConfigError(
             f"port {port} cannot be had ({error.strerror}): choose another with --port, or any free one with --port 0"
@@ -152,10 +153,7 @@ class WatchServer(ThreadingHTTPServer):
     """Answers GET requests of this machine for one page."""
 
     daemon_threads = True
-
-    def __init__(self, live: LivePage, port: int) -> None:
-        self.live = live
-        super().__init__((HOST, port), _Handler)
+    live: LivePage
 
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # HTTPServer's would ask a name server for our own name
