@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS := 1
+# memory in huge pages: in some virtual machines the walks through tables of small pages take most of the time
+export GLIBC_TUNABLES := glibc.malloc.hugetlb=1
+export PYTHONMALLOC := malloc
 export PYRIGHT_PYTHON_CACHE_DIR := $(CURDIR)/.venv/pyright
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 

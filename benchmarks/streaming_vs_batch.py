@@ -1,13 +1,13 @@
 """Streaming against batch-wise asynchronous training where response lengths vary tenfold: seconds per trained token.
 
-    python benchmarks/streaming_vs_batch.py [--steps 30] [--repeats 3] [--places 16]
+    python benchmarks/streaming_vs_batch.py [--steps 60] [--repeats 3] [--prompts 4]
 
-The bundled model on sums of 2 to 20 terms at temperature 3: nine of ten responses have 4 to 44 tokens. A batch that is
-generated whole waits for its longest response with ever fewer sequences to decode; streaming gives every place that
-becomes free to the next response. Both regimes train on the same number of prompts with a lag of at most 2, the
-engine in a process of its own. With few places the engine is the slower of the two, with as
-many as a batch has responses (128) the trainer is, and nothing can be gained. Runs alternate, so that a machine whose
-speed drifts slows both.
+The bundled model on sums of 2 to 20 terms at temperature 3: nine of ten responses have 5 to 44 tokens. Both regimes
+train on the same number of prompts with a lag of at most 2, the engine in a process of its own with a place for every
+response of a round, which is two batches. A round that is generated whole waits for its longest response with ever
+fewer sequences to decode; streaming gives every place that becomes free to the next response. With 4 prompts (32
+responses) in a batch the engine is the slower of the two; with 16 (128) the trainer is, and nothing can be gained.
+Runs alternate, so that a machine whose speed drifts slows both.
 """
 
 from __future__ import annotations
@@ -21,34 +21,37 @@ import tempfile
 from pathlib import Path
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny.toml"
+LAG, RESPONSES = 2, 8
 WORKLOAD = [
+    f"pipeline.responses_per_prompt={RESPONSES}",
     "task.min_terms=2",
     "task.terms=20",
     "sampling.max_response_tokens=64",
     "trainer.lr=1e-7",  # the lengths stay what they are
     "sampling.temperature=3.0",
-    "pipeline.prompts_per_batch=16",
     "evaluation.every_steps=0",
     "evaluation.prompts=4",
     "evaluation.samples_per_prompt=1",
     "pipeline.backend=process",
 ]
 REGIMES = {
-    "batch": ["pipeline.regime=batch", "pipeline.lag=2"],
-    "streaming": ["pipeline.regime=streaming", "pipeline.lag=1", "pipeline.max_lag=2"],
+    "batch": ["pipeline.regime=batch", f"pipeline.lag={LAG}"],
+    "streaming": ["pipeline.regime=streaming", "pipeline.lag=1", f"pipeline.max_lag={LAG}"],
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--places", type=int, default=16, help="sequences that the engine decodes together")
+    parser.add_argument("--prompts", type=int, default=4, help="in a batch, with 8 responses each")
     options = parser.parse_args()
+    places = LAG * options.prompts * RESPONSES
+    sizes = [f"pipeline.prompts_per_batch={options.prompts}", f"engine.max_sequences={places}"]
     rates: dict[str, list[float]] = {regime: [] for regime in REGIMES}
     for _ in range(options.repeats):
         for regime, overrides in REGIMES.items():
-            measured = run(options.steps, [*overrides, f"engine.max_sequences={options.places}"])
+            measured = run(options.steps, [*sizes, *overrides])
             rates[regime].append(measured["tokens_per_s"])
             print(f"{regime:>9}: " + ", ".join(f"{name} {value:.3g}" for name, value in measured.items()), flush=True)
     ratios = [stream / batch for stream, batch in zip(rates["streaming"], rates["batch"], strict=True)]

@@ -6,10 +6,13 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no fault of the code
+hypothesis.settings.load_profile("untimed")
 TINY = "bundled:tiny_moe"
 
 

@@ -84,7 +84,7 @@ def test_every_family_decodes_as_without_cache_and_batch(family):
         check(sequence, brute_force(sequence, plain_logits(model)))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     order=st.lists(st.integers(0, POOL + 3), unique=True, min_size=1),
     arrivals=st.lists(st.integers(0, 4)),

@@ -378,6 +378,7 @@ def test_a_bad_answer_is_asked_for_again(double, connect, prompts, caplog, fault
     with caplog.at_level(logging.WARNING):
         rollouts = engine.generate(request(prompts[:1]))
     assert why in caplog.text
+    assert engine.metrics() == {"engine/retries": 1.0, "engine/outages": 1.0}
     assert len(rollouts) == 3
     assert all(rollout.is_trainable for rollout in rollouts)
 
@@ -417,6 +418,8 @@ def test_a_killed_server_is_survived_by_a_second_one(double, second, connect, pr
     double.kill()
     second.token_s = 0.0
     assert all(rollout.is_trainable for rollout in all_steps(engine, ids).values())
+    assert engine.metrics()["engine/outages"] == 1
+    assert engine.metrics()["engine/retries"] >= 1
     engine.load_weights(weights_of(0.01), 1)
     assert all(agrees(rollout, weights_of(0.01)) for rollout in engine.generate(request(prompts[:2], samples=1)))
 

@@ -95,6 +95,7 @@ def test_a_group_without_an_answer_is_dropped_and_counted(double, tmp_path, toke
     rows = metrics(tmp_path / "run")
     check_books(rows)
     assert [row["counts/dropped"] for row in rows] == [4, 4, 4, 4]
+    assert rows[-1]["engine/retries"] == rows[-1]["engine/outages"] - 1 == 2
 
 
 def test_a_run_without_servers_ends_with_the_cause_and_keeps_what_it_has(double, tmp_path):

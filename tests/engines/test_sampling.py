@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from steadyrl.engines.sampling import draw, kept_tokens, tempered
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     logits=st.lists(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 0.5, 1.0, 2.25, 9.0]), min_size=2, max_size=12),
     temperature=st.sampled_from([0.5, 1.0, 2.0]),

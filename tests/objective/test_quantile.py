@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from steadyrl.objective import quantile
@@ -19,7 +19,6 @@ def everywhere(values):
     st.lists(st.integers(0, 8), min_size=1, max_size=60),
     st.integers(1, 99),
 )
-@settings(deadline=None)
 def test_it_is_the_inverse_of_the_distribution_function(numbers, percent):
     # exact: whole numbers compared as 100 * count >= percent * N
     expected = min(x for x in numbers if 100 * sum(y <= x for y in numbers) >= percent * len(numbers))

@@ -80,6 +80,9 @@ class StubBackend:
     def loads(self):
         return []
 
+    def metrics(self):
+        return {}
+
     def close(self) -> None: ...
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from steadyrl.config import RunConfig
 from steadyrl.errors import ConfigError
-from steadyrl.pipeline.ray_cluster import Traffic, absolute, bundles, demand, no_room, open_cluster, total
+from steadyrl.pipeline.ray_backend import Traffic
+from steadyrl.pipeline.ray_cluster import absolute, bundles, demand, no_room, open_cluster, total
 from steadyrl.recipe import load_config
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.toml"

@@ -82,6 +82,9 @@ class StubEngine:
     def overdue(self, *, tokens=None, seconds=None):
         return []
 
+    def metrics(self):
+        return {}
+
     def close(self) -> None:
         self.closed.set()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from steadyrl.tasks.answers import clean, closing, extract_answer, last_number
@@ -106,7 +106,6 @@ def test_where_an_answer_may_stand(response, after_thinking, whole):
     assert extract_answer(response, Policy(answer_part="whole")) == whole
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="ab{}\\ $1,.", max_size=30), st.text(alphabet="ab1+ \\frac", max_size=12))
 def test_a_boxed_text_is_found_whatever_stands_before_it(before, content):
     content = content.replace("\\", "")
@@ -114,7 +113,6 @@ def test_a_boxed_text_is_found_whatever_stands_before_it(before, content):
     assert found == content.strip()
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_no_text_breaks_extraction_or_cleaning(text):
     for policy in (DEFAULT, Policy(without_box="last_number", answer_part="whole")):
@@ -122,7 +120,6 @@ def test_no_text_breaks_extraction_or_cleaning(text):
         assert found is None or isinstance(clean(found), str)
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="\\{}()[]$123x,. textboxedfrac^*", max_size=40))
 def test_cleaning_twice_changes_nothing_more(text):
     once = clean(clean(text))

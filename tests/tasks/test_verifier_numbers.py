@@ -7,7 +7,7 @@ import random
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from steadyrl.tasks.verifier_numbers import has_finite_decimal, read_number
@@ -36,7 +36,6 @@ def spellings(value: Fraction) -> list[str]:
     return found
 
 
-@settings(deadline=None)
 @given(FRACTIONS, FRACTIONS)
 def test_every_spelling_of_a_number_equals_the_number_and_no_other(value, other):
     gold = rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
@@ -46,7 +45,6 @@ def test_every_spelling_of_a_number_equals_the_number_and_no_other(value, other)
         assert judge(gold, spelling, Policy())[0] == ("right" if value == other else "wrong")
 
 
-@settings(deadline=None)
 @given(st.integers(-(10**9), 10**9), st.integers(0, 12))
 def test_a_decimal_is_the_fraction_that_python_reads(number, places):
     text = f"{'-' if number < 0 else ''}{abs(number):0{places + 1}d}"
@@ -57,7 +55,6 @@ def test_a_decimal_is_the_fraction_that_python_reads(number, places):
     assert found.step == (Fraction(1, 10**places) if places else None)
 
 
-@settings(deadline=None)
 @given(FRACTIONS)
 def test_a_finite_decimal_form_is_one_that_decimal_division_ends_at(value):
     rest, seen = value.numerator % value.denominator, set()

@@ -136,7 +136,7 @@ def worlds(draw):
     return World(size, horizon, xi, mu, pi, reward)
 
 
-checked = settings(max_examples=40, deadline=None, derandomize=True)
+checked = settings(max_examples=40, derandomize=True)
 
 
 @checked

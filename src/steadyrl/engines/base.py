@@ -80,6 +80,14 @@ class StreamingEngine(Engine, Protocol):
         ...
 
 
+class ServedEngine(StreamingEngine, Protocol):
+    """An engine on servers, which may fail and be replaced while it works."""
+
+    def metrics(self) -> dict[str, float]:
+        """What happened on the servers since they were connected; may be called from another thread."""
+        ...
+
+
 def assign_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> str:
     """Copy weights into a model, in its dtype; `weights_checksum` of what it then holds.
 

@@ -126,6 +126,9 @@ class RemoteEngine:
         """The servers, in a few words each."""
         return "; ".join(f"{server.software} at {server.url}" for server in self._pool.servers)
 
+    def metrics(self) -> dict[str, float]:
+        return {"engine/retries": float(self._pool.retries), "engine/outages": float(self._pool.outages)}
+
     # ---- weights ----
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> str:

@@ -59,6 +59,8 @@ class ServerPool:
     ) -> None:
         self.servers = [Server(url, JsonClient(url)) for url in urls]
         self.weights: Weights | None = None  # that requests are answered with
+        self.retries = 0  # requests that were asked for again
+        self.outages = 0  # times that a server that was ready, or took over weights, was out
         self._dialect = dialect
         self._patience = patience
         self._pause: Pause = pause
@@ -168,6 +170,7 @@ class ServerPool:
             logger.warning("the rollout server %s is out: %s", server.url, why)
         if server.state != "out":
             self._used_s = time.monotonic()
+            self.outages += 1
         server.state, server.why = "out", why
         if drop:
             for task in server.work:
@@ -261,6 +264,7 @@ class ServerPool:
                 await self._take_out(server, str(fault), drop=False)
                 if len(tried) == self._patience.attempts:
                     raise ServerFault(f"{len(tried)} attempts failed, the last at {server.url}: {fault}") from None
+                self.retries += 1
             finally:
                 job.server, job.task = None, None
                 server.responses -= size

@@ -65,5 +65,8 @@ class InlineBackend:
         loads, self._loads = self._loads, []
         return loads
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         self._engine.close()

@@ -252,7 +252,7 @@ class TrainingLoop:
         lags = lag_parts(chunk, self._learner.version - 1, self._pipeline.largest_lag)
         counts = {f"counts/{name}": float(value) for name, value in vars(self._counters).items()}
         metrics = {**self._result.metrics, **reward_metrics(chunk), **counts, "counts/buffered": float(buffered)}
-        metrics |= self._source.metrics() | lags.means
+        metrics |= self._source.metrics() | self._engine.backend.metrics() | lags.means
         seconds = self._clock.take()
         histograms = {**self._result.histograms, **lags.histograms}
         self._observer.step(StepReport(self._learner.version, batch_id, metrics, seconds, histograms))

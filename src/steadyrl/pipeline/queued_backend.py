@@ -64,6 +64,9 @@ class QueuedBackend(ABC):
         loads, self._loads = self._loads, []
         return loads
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def _note(self, answer: Generated | list[Arrival] | Loaded) -> None:
         if isinstance(answer, Generated):
             self._waiting -= 1

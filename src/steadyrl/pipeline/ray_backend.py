@@ -93,6 +93,24 @@ class _Engine:
         return sum(len(command.groups) for command in commands if isinstance(command, Admit))
 
 
+@dataclass
+class Traffic:
+    """What went through the object store, and what died on the way."""
+
+    rollout_bytes: int = 0
+    rollout_tokens: int = 0  # sampled
+    weight_bytes: int = 0
+    engine_restarts: int = 0  # since the start of the run
+
+    def take(self) -> dict[str, float]:
+        """Metrics of an optimizer step; sums start again."""
+        metrics = {"transport/weight_bytes": float(self.weight_bytes), "engine/restarts": float(self.engine_restarts)}
+        if self.rollout_tokens:
+            metrics["transport/rollout_bytes_per_token"] = self.rollout_bytes / self.rollout_tokens
+        self.rollout_bytes = self.rollout_tokens = self.weight_bytes = 0
+        return metrics
+
+
 class RayBackend:
     """A `Backend` over the engines of a cluster.
 
@@ -106,7 +124,7 @@ class RayBackend:
     def __init__(self, spec: EngineSpec, cluster: RayCluster, tell: Callable[[str], None]) -> None:
         self._ray = load_ray()
         self._spec = dataclasses.replace(spec, model_path=absolute(spec.model_path))
-        self._traffic = cluster.traffic
+        self._traffic = Traffic()
         self._tell = tell
         self._broadcasts: deque[_Broadcast] = deque()  # not taken by all engines
         self._requests: deque[_Request] = deque()  # not collected
@@ -177,6 +195,9 @@ class RayBackend:
     def loads(self) -> list[Loaded]:
         loads, self._loads = self._loads, []
         return loads
+
+    def metrics(self) -> dict[str, float]:
+        return self._traffic.take()
 
     def close(self) -> None:
         for engine in self._engines:

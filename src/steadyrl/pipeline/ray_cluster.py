@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,31 +54,12 @@ class Place:
 
 
 @dataclass
-class Traffic:
-    """What went through the object store, and what died on the way."""
-
-    rollout_bytes: int = 0
-    rollout_tokens: int = 0  # sampled
-    weight_bytes: int = 0
-    engine_restarts: int = 0  # since the start of the run
-
-    def take(self) -> dict[str, float]:
-        """Metrics of an optimizer step; sums start again."""
-        metrics = {"transport/weight_bytes": float(self.weight_bytes), "engine/restarts": float(self.engine_restarts)}
-        if self.rollout_tokens:
-            metrics["transport/rollout_bytes_per_token"] = self.rollout_bytes / self.rollout_tokens
-        self.rollout_bytes = self.rollout_tokens = self.weight_bytes = 0
-        return metrics
-
-
-@dataclass
 class RayCluster:
     """A cluster with the places of a run on it."""
 
     ranks: list[Place]
     engines: list[Place]
     folder: str = ""  # that all of it sees, for this run alone: of a cluster that was started for it
-    traffic: Traffic = field(default_factory=Traffic)
 
 
 def load_ray() -> Any:

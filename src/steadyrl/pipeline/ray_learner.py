@@ -40,7 +40,6 @@ class RayLearner:
     def __init__(self, config: RunConfig, cluster: RayCluster) -> None:
         self.version = 0
         self._ray = load_ray()
-        self._traffic = cluster.traffic
         self._weights: dict[str, Tensor] | None = None  # of this version, once somebody has asked
         self._old: tuple[Mapping[str, Tensor], Any] | None = None  # old weights, and where they are in the store
         self._broken: SteadyRLError | None = None  # why the ranks cannot be called any more
@@ -75,9 +74,8 @@ class RayLearner:
         results = self._results(calls)
         self.version += 1
         tokens = sum(int(batch.loss_mask.sum()) for batch in micro_batches)
-        transport = {"transport/batch_bytes_per_token": num_bytes(shares) / tokens, **self._traffic.take()}
         return StepResult(
-            metrics={**results[0].metrics, **transport},
+            metrics={**results[0].metrics, "transport/batch_bytes_per_token": num_bytes(shares) / tokens},
             histograms=results[0].histograms,
             logp=[logp for result in results for logp in result.logp],
             old_logp=[logp for result in results for logp in result.old_logp],

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steadyrl.engines.base import StreamingEngine, weights_checksum
+from steadyrl.engines.base import ServedEngine, weights_checksum
 from steadyrl.errors import EngineError, SteadyRLError
 from steadyrl.pipeline.backend import Generated, Loaded
 from steadyrl.pipeline.group_stream import Arrival, GroupStream, Stragglers
@@ -46,7 +46,7 @@ class ThreadBackend(QueuedBackend):
 
     engine_name = "the rollout servers"
 
-    def __init__(self, engine: StreamingEngine, dtype: torch.dtype, stragglers: Stragglers, timeout_s: float) -> None:
+    def __init__(self, engine: ServedEngine, dtype: torch.dtype, stragglers: Stragglers, timeout_s: float) -> None:
         super().__init__()
         self._engine = engine
         self._dtype = dtype
@@ -71,6 +71,9 @@ class ThreadBackend(QueuedBackend):
         self._commands.put(("close",))
         self._engine.close()  # ends what the thread waits for
         self._thread.join(CLOSE_TIMEOUT_S)
+
+    def metrics(self) -> dict[str, float]:
+        return self._engine.metrics()
 
     def _send(self, command: Command) -> None:
         self._commands.put(command)
