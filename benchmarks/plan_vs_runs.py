@@ -1,12 +1,12 @@
-"""Does `steadyrl plan` predict the time of an optimizer step? Three tiny runs against predictions from a fourth one.
+"""Does `steadyrl plan` predict the time of an optimizer step? Three tiny runs against predictions from recorded ones.
 
-    python benchmarks/plan_vs_runs.py [--steps 36] [--repeats 1]
+    python benchmarks/plan_vs_runs.py [--steps 36] [--repeats 1] [--source batch]
 
-A synchronous run is recorded first. From its folder, and with nothing known about the others, the time of a step is
-predicted for a synchronous run with another seed, a batch-wise run at lag 4, and a streaming run; then these are run.
-All of them have the engine in a process of its own, so two cores have to be free: two processes that share a core, or
-a machine whose speed changes between the runs, measure something else. Prints a table in Markdown, for
-benchmarks/results/.
+From a recorded batch-wise run at lag 2, and with nothing known about the others, the time of a step is predicted for a
+synchronous run, a batch-wise run at lag 4, and a streaming run, each with another seed. The speed of a machine changes
+from minute to minute, so a run is recorded before and after each of the three, and what the two predict is averaged;
+a first run is for nothing but to warm up. All of them have the engine in a process of its own, so two cores have to be
+free. Prints a table in Markdown, for benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ FIXED = [
     "pipeline.backend=process",
 ]
 SYNC = ["pipeline.regime=sync", "pipeline.lag=0"]
-MEASURED = [*SYNC, "seed=11", "record.rollouts_every_batches=2"]
+SOURCES = {"batch": ["pipeline.regime=batch", "pipeline.lag=2"], "sync": SYNC}
+RECORDED = ["seed=11", "record.rollouts_every_batches=2"]
+WARM_UP_STEPS = 8
 PREDICTED = {
     "synchronous": [*SYNC, "seed=12"],
     "batch-wise, lag 4": ["pipeline.regime=batch", "pipeline.lag=4", "seed=13"],
@@ -48,42 +50,49 @@ class Outcome:
     """A run beside its prediction."""
 
     name: str
-    predicted: Prediction
+    predicted: tuple[Prediction, Prediction]  # from the runs recorded before and after it
     step_s: float  # measured, from the end of the first step to the end of the last
     lag_mean: float
     lag_max: int
 
     @property
     def ratio(self) -> float:
-        return self.predicted.step_s / self.step_s
+        return self.mean("step_s") / self.step_s
+
+    def mean(self, name: str) -> float:
+        return sum(getattr(one, name) for one in self.predicted) / 2
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=36)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--source", choices=SOURCES, default="batch", help="regime of the recorded runs")
     options = parser.parse_args()
     print("| run | predicted s/step | measured | ratio | mean lag predicted | measured | largest | measured |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for _ in range(options.repeats):
-        for one in outcomes(options.steps):
-            found = one.predicted
+        for one in outcomes(options.steps, options.source):
             print(
-                f"| {one.name} | {found.step_s:.3f} | {one.step_s:.3f} | {one.ratio:.2f} | {found.lag_mean:.2f} | "
-                f"{one.lag_mean:.2f} | {found.lag_max} | {one.lag_max} |",
+                f"| {one.name} | {one.mean('step_s'):.3f} | {one.step_s:.3f} | {one.ratio:.2f} | "
+                f"{one.mean('lag_mean'):.2f} | {one.lag_mean:.2f} | {one.mean('lag_max'):g} | {one.lag_max} |",
                 flush=True,
             )
 
 
-def outcomes(steps: int) -> Iterator[Outcome]:
-    """Record a run, then predict and run each of the others."""
+def outcomes(steps: int, source: str = "batch") -> Iterator[Outcome]:
+    """Record a run, then each of the others and, after it, one more that is recorded."""
+    shape = count_model("bundled:tiny_moe")
+    recorded = [*SOURCES[source], *RECORDED]
     with tempfile.TemporaryDirectory() as folder:
-        recorded = run(Path(folder) / "measured", steps, MEASURED)
-        speed, shape = measured_speed(recorded), count_model("bundled:tiny_moe")
+        run(Path(folder) / "warm_up", WARM_UP_STEPS, recorded)
+        before = measured_speed(run(Path(folder) / "recorded", steps, recorded))
         for index, (name, overrides) in enumerate(PREDICTED.items()):
-            config = load_config(RECIPE, [*FIXED, f"trainer.steps={steps}", *overrides])
-            predicted = simulate(config, shape, speed, steps=steps)
             rows = read_steps(run(Path(folder) / str(index), steps, overrides))
+            after = measured_speed(run(Path(folder) / f"recorded{index}", steps, recorded))
+            config = load_config(RECIPE, [*FIXED, f"trainer.steps={steps}", *overrides])
+            predicted = (simulate(config, shape, before, steps=steps), simulate(config, shape, after, steps=steps))
+            before = after
             seconds = [row["seconds"]["step"] for row in rows[1:]]
             tokens = [row["metrics"]["sampled_tokens"] for row in rows]
             lags = [row["metrics"]["staleness/lag"] for row in rows]
