@@ -72,6 +72,11 @@ class EngineConfig(Table):
     # mean difference of a server's log-probabilities from those of the weights that it was sent, in nats a token
     probe_tolerance: AboveZero = 0.05
 
+    @property
+    def count(self) -> int:
+        """Engines, each with the whole model."""
+        return len(self.urls) or self.replicas
+
     @model_validator(mode="after")
     def _servers_have_a_kind(self) -> EngineConfig:
         if self.kind == "local" and self.urls:

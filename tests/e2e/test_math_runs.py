@@ -30,6 +30,10 @@ from steadyrl.tasks.verifier import Verdict
 PAPER = Path(__file__).parent.parent.parent / "recipes" / "paper_qwen3_30b_a3b.toml"
 SMALL = [
     "model.path=bundled:tiny_moe",
+    "engine.kind=local",
+    "engine.urls=[]",
+    "trainer.kind=local",
+    "trainer.ranks=1",
     "pipeline.backend=inline",
     "pipeline.prompts_per_batch=3",
     "pipeline.responses_per_prompt=2",

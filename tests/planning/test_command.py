@@ -43,6 +43,17 @@ def test_the_paper_s_recipe(monkeypatch, capsys, tmp_path):
     assert set(found["rates"]["assumed"]) == found["rates"].keys() - {"source", "assumed", "hardware"}
 
 
+def test_every_server_is_an_engine_that_gets_the_weights(monkeypatch, capsys, tmp_path):
+    sent = []
+    for urls in ('["http://a:1"]', '["http://a:1", "http://b:1"]'):
+        out = tmp_path / "plan.json"
+        words = [PAPER, f"engine.urls={urls}", "--steps", "2", "--json", str(out)]
+        assert plan(monkeypatch, capsys, *words)[0] == 0
+        sent.append(json.loads(out.read_text())["traffic"][0])
+    assert sent[0]["name"] == "weights to the engines"
+    assert sent[1]["bytes"] == 2 * sent[0]["bytes"]
+
+
 def test_only_the_recipe_s_own_regime_by_default(monkeypatch, capsys, tmp_path):
     out = tmp_path / "plan.json"
     assert plan(monkeypatch, capsys, TINY, "--steps", "4", "--json", str(out))[0] == 0

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from e2e.test_math_runs import PAPER, StubVerifier
 from scale.ray_runs import FSDP, LAG_4, RECIPE, SIZES, STREAMING, Intruder, kill_one, numbers, rows, run, shared_cluster
+from tasks.published import jsonl
 
 from steadyrl.errors import ConfigError, LearnerLostError
 from steadyrl.recipe import load_config
 from steadyrl.run import train
+from steadyrl.tasks import math_dataset
 
 LOSS = ("objective/surrogate", "penalty/kl_ref")
 
@@ -97,6 +100,31 @@ def test_streaming_survives_a_killed_engine_with_every_group_trained_once(tmp_pa
     assert len(trained) == 8 * 4
     last = found[-1]["metrics"]
     assert last["counts/generated"] == last["counts/trained"] + last["counts/buffered"]
+
+
+def test_the_papers_recipe_runs_on_ranks_with_a_tiny_model_and_small_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(math_dataset, "Verifier", StubVerifier)
+    data = jsonl(tmp_path / "data.jsonl", [{"problem": f"{i}+{i}=", "answer": str(2 * i)} for i in range(8)])
+    test = jsonl(tmp_path / "test.jsonl", [{"problem": "9+9=", "answer": "18"}])
+    small = [
+        "model.path=bundled:tiny_moe",
+        "engine.kind=local",
+        "engine.urls=[]",
+        "engine.replicas=2",
+        "trainer.ranks=2",
+        "trainer.steps=2",
+        "pipeline.prompts_per_batch=3",
+        "pipeline.responses_per_prompt=2",
+        "sampling.max_response_tokens=4",
+        "evaluation.max_response_tokens=4",
+        "task.instruction=",
+        f"task.train={json.dumps([data])}",
+        f"task.test={json.dumps([test])}",
+    ]
+    assert train(load_config(PAPER, [*small, f"run_dir={tmp_path / 'run'}"])).finished
+    found = rows(tmp_path / "run")
+    assert [row["step"] for row in found] == [1, 2]
+    assert found[-1]["metrics"]["counts/trained"] == 2 * 3 * 2
 
 
 def _prompts(folder: Path) -> list[str]:

@@ -69,7 +69,7 @@ def measured_speed(folder: Path) -> Speed:
     per_step = config.pipeline.steps_per_batch
     rates = Rates(
         decode_step_s=decode_step_s,
-        decode_sequence_s=decode_sequence_s * config.engine.replicas,
+        decode_sequence_s=decode_sequence_s * config.engine.count,
         prefill_token_s=0.0,  # is part of the decoding
         train_step_s=train_step_s,
         train_tokens_per_s=1 / train_token_s,
@@ -115,7 +115,7 @@ def _decoding(
     run: RunData, config: RunConfig, batches: dict[int, list[GroupLengths]]
 ) -> list[tuple[float, float, float]]:
     """(decode steps, sequences over all of them, seconds) of the recorded batches, the first one left out."""
-    places = config.engine.replicas * config.engine.max_sequences
+    places = config.engine.count * config.engine.max_sequences
     generations = [event for event in run.timeline if (event["actor"], event["phase"]) == ("engine", "generate")]
     rows = []
     for batch, event in enumerate(generations):

@@ -17,4 +17,4 @@ class Placement:
 
 
 def placement_of(config: RunConfig, gpus_per_engine: int) -> Placement:
-    return Placement(config.trainer.ranks, config.engine.replicas, gpus_per_engine)
+    return Placement(config.trainer.ranks, config.engine.count, gpus_per_engine)

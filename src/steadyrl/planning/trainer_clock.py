@@ -57,7 +57,7 @@ class TrainerClock(ABC):
         self._places = places(config, shape, speed)
         self.engine = EngineClock(
             self.rates,
-            engines=config.engine.replicas,
+            engines=config.engine.count,
             places=self._places,
             load_s=weights / self.rates.load_bytes_per_s,
             transfer_s=self._transfer_s,
