@@ -51,7 +51,7 @@ def test_every_server_is_an_engine_that_gets_the_weights(monkeypatch, capsys, tm
         assert plan(monkeypatch, capsys, *words)[0] == 0
         sent.append(json.loads(out.read_text())["traffic"][0])
     assert sent[0]["name"] == "weights to the engines"
-    assert sent[1]["bytes"] == 2 * sent[0]["bytes"]
+    assert sent[1]["bytes_per_step"] == 2 * sent[0]["bytes_per_step"]
 
 
 def test_only_the_recipe_s_own_regime_by_default(monkeypatch, capsys, tmp_path):
