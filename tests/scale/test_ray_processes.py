@@ -26,7 +26,7 @@ def start(folder: Path, home: Path, *settings: str) -> subprocess.Popen[str]:
     code = "from steadyrl.cli import main; main()"
     words = [sys.executable, "-c", code, "train", str(RECIPE), *SIZES, *settings, f"run_dir={folder}"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"HOME": str(home)}
+    environment |= {"HOME": str(home), "MPLCONFIGDIR": str(home.parent)}  # the figures' fonts are no secret
     return subprocess.Popen(
         [*words, "pipeline.backend=ray"],
         env=environment,
@@ -43,7 +43,8 @@ def steps_done(folder: Path) -> int:
 
 def leaves_nothing(processes: dict[int, str], before: set[str]) -> None:
     """None of these processes lives, and there is no shared memory that was not there before."""
-    eventually(lambda: not [one for one in processes if Path(f"/proc/{one}").exists()], "all processes are gone", 60)
+    # Ray's own agents ask their dead cluster for a minute before they leave
+    eventually(lambda: not [one for one in processes if Path(f"/proc/{one}").exists()], "all processes are gone", 120)
     assert {name for name in os.listdir("/dev/shm") if "plasma" in name} <= before
 
 
