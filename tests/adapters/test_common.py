@@ -43,7 +43,7 @@ def test_every_preset_with_the_shares_of_a_token_mean_is_policy_loss(preset):
     outcome = objective_loss(ObjectiveConfig.model_validate(table), tokens_of(batch))
     expected, gradient = direct(table, batch)
     assert gradient.abs().max() > 0
-    assert float(outcome.loss) == pytest.approx(float(expected), rel=1e-6)
+    assert float(outcome.loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
     assert difference(torch.autograd.grad(outcome.loss, batch.logp)[0], gradient) < 1e-6
 
 
@@ -54,7 +54,7 @@ def test_response_shares_and_a_kl_penalty_are_those_of_policy_loss(preset):
     objective = ObjectiveConfig.model_validate(preset)
     outcome = objective_loss(objective, tokens_of(batch, share=share), kl_coef=0.3)
     expected, gradient = direct({"preset": preset, "aggregation": "sequence_mean", "kl_coef": 0.3}, batch)
-    assert float(outcome.loss) == pytest.approx(float(expected), rel=1e-6)
+    assert float(outcome.loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
     assert difference(torch.autograd.grad(outcome.loss, batch.logp)[0], gradient) < 1e-6
 
 
@@ -82,7 +82,7 @@ def test_token_weights_on_a_sequence_ratio_are_the_weighted_sum_of_its_terms():
     rho, advantage = mean.exp(), batch.advantage
     surrogate = torch.minimum(rho * advantage, rho.clamp(0.9, 1.1) * advantage)
     expected = -(surrogate[:, None] * weight * batch.mask).sum()
-    assert float(outcome.loss) == pytest.approx(float(expected), rel=1e-9)
+    assert float(outcome.loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-9)
     gradient = torch.autograd.grad(expected, batch.logp, retain_graph=True)[0]
     assert difference(torch.autograd.grad(outcome.loss, batch.logp)[0], gradient) < 1e-9
 
