@@ -105,7 +105,7 @@ def test_padded_flat_and_listed_responses_are_the_same_tokens():
     )
     for tokens in (listed, flat):
         outcome = objective_loss(objective, tokens)
-        assert float(outcome.loss) == pytest.approx(float(padded.loss), rel=1e-12)
+        assert float(outcome.loss.detach()) == pytest.approx(float(padded.loss.detach()), rel=1e-12)
         for name, value in common.means(outcome).items():
             assert value == pytest.approx(common.means(padded)[name], rel=1e-9), name
 
@@ -125,7 +125,7 @@ def test_left_padding_is_as_good_as_right_padding():
             behavior_logp=mirrored["behavior"],
         ),
     )
-    assert float(left.loss) == pytest.approx(float(right.loss), rel=1e-12)
+    assert float(left.loss.detach()) == pytest.approx(float(right.loss.detach()), rel=1e-12)
 
 
 def test_shares_are_the_weights_of_a_linear_reduction():
@@ -192,7 +192,7 @@ def test_a_call_without_an_active_token_is_a_loss_of_zero():
     for preset in ("sat-gspo", "ipo", "m2po"):
         objective = ObjectiveConfig.model_validate(preset)
         outcome = objective_loss(objective, tokens, threshold=RecentScores(5).threshold(objective, tokens))
-        assert float(outcome.loss) == 0
+        assert float(outcome.loss.detach()) == 0
         assert torch.autograd.grad(outcome.loss, batch.logp)[0].abs().max() == 0
         assert all(value == 0 or name == "sat/min_contraction" for name, value in common.means(outcome).items())
 
@@ -206,7 +206,7 @@ def test_masked_places_may_hold_anything():
     }
     share = torch.where(batch.mask, 1 / batch.counts.num_tokens, torch.nan)
     outcome = objective_loss(ObjectiveConfig.model_validate("ipo"), tokens_of(batch, **wild, share=share), kl_coef=0.1)
-    assert float(outcome.loss) == float(expected.loss)
+    assert float(outcome.loss.detach()) == float(expected.loss.detach())
     assert torch.isfinite(torch.autograd.grad(outcome.loss, batch.logp)[0]).all()
 
 
@@ -240,7 +240,7 @@ def _rank(rank: int, folder: str) -> None:
     found = {}
     for preset in ("sat-grpo", "sat-gspo-response", "m2po", "sat-grpo-microbatch"):
         outcome = objective_loss(ObjectiveConfig.model_validate(preset), tokens, all_reduce=common.sum_over())
-        found[preset] = (float(outcome.loss), common.means(outcome, all_reduce=common.sum_over()))
+        found[preset] = (float(outcome.loss.detach()), common.means(outcome, all_reduce=common.sum_over()))
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
