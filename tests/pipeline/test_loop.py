@@ -143,7 +143,9 @@ def rollout(prompt: Prompt, group: int, version: int) -> Rollout:
 class Parts:
     """A loop of four prompts with four responses each, and all that it is made of."""
 
-    def __init__(self, folder: Path, evaluation: dict[str, Any] | None = None, **pipeline: Any) -> None:
+    def __init__(
+        self, folder: Path, evaluation: dict[str, Any] | None = None, saves_every: int = 0, **pipeline: Any
+    ) -> None:
         shape = {"regime": "sync", "lag": 0, "prompts_per_batch": 4, "responses_per_prompt": 4} | pipeline
         config = RunConfig.model_validate(
             {
@@ -151,6 +153,7 @@ class Parts:
                 "pipeline": shape,
                 "evaluation": evaluation or {},
                 "record": {"rollouts_every_batches": 1},
+                "checkpoint": {"every_steps": saves_every},
             }
         )
         self.learner, self.backend, self.task = StubLearner(), StubBackend(), StubTask()
@@ -208,6 +211,20 @@ def test_a_recorded_rollout_says_what_the_trainer_made_of_it(parts):
     dropped = [r.consumed is None for r in parts.observer.batches[1].rollouts]
     assert dropped == [False] * 4 + [True] * 4 + [False] * 8
     assert {r.consumed.version for r in parts.observer.batches[3].rollouts if r.consumed} == {3}
+
+
+def test_a_batch_is_recorded_before_a_checkpoint_says_that_it_was_trained_on(tmp_path):
+    """A run that is killed between the two goes on behind the checkpoint."""
+    parts, recorded = Parts(tmp_path, saves_every=1), []
+
+    class Learner(StubLearner):
+        def save(self, folder: Path) -> None:
+            recorded.append(len(parts.observer.batches))
+            super().save(folder)
+
+    parts.learner.__class__ = Learner
+    assert parts.loop.run()
+    assert recorded == [1, 2, 3, 4]
 
 
 def test_a_batch_that_breaks_the_training_is_recorded(parts):

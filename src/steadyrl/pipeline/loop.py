@@ -130,11 +130,7 @@ class TrainingLoop:
             if done == 0 and self._evaluation_due():
                 self._submit_evaluation()
             self._source.prepare_ahead(batch_id + 1)
-            try:
-                goes_on = self._train(batch, done)
-            finally:  # a batch that broke the training is the one to look at
-                self._record(batch)
-            if not goes_on:
+            if not self._train(batch, done):
                 return False
             done = 0
         self._collect_evaluation()  # one that was due beside the last batch
@@ -189,18 +185,26 @@ class TrainingLoop:
         for chunk in chunks[:done]:  # trained on before the run was resumed
             self._count(chunk)
         for index in range(done, steps):
-            self._train_chunk(batch.batch_id, index, chunks[index])
-            if index == steps - 1:
-                self._source.release()
-                self._settled = Counters(**vars(self._counters))
-            rest = sum(len(group) for chunk in chunks[index + 1 :] for group in chunk)
-            self._report(batch.batch_id, chunks[index], rest)
+            is_done = index == steps - 1
+            try:
+                self._train_chunk(batch.batch_id, index, chunks[index])
+                if is_done:
+                    self._source.release()
+                    self._settled = Counters(**vars(self._counters))
+                rest = sum(len(group) for chunk in chunks[index + 1 :] for group in chunk)
+                self._report(batch.batch_id, chunks[index], rest)
+            except BaseException:  # a batch that broke the training is the one to look at
+                self._record(batch)
+                raise
             self._keep_snapshot()
+            goes_on = self._learner.version < self._config.trainer.steps
+            stops = goes_on and self._stop()
+            if is_done or stops:
+                self._record(batch)  # before the checkpoint: a run that is killed after it goes on without this batch
             every = self._config.checkpoint.every_steps
-            if every and self._learner.version % every == 0 and self._learner.version < self._config.trainer.steps:
+            if stops or (goes_on and every and self._learner.version % every == 0):
                 self._save()
-            if self._stop() and self._learner.version < self._config.trainer.steps:
-                self._save()
+            if stops:
                 return False
         return True
 
