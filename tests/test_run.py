@@ -14,6 +14,7 @@ from steadyrl.errors import ConfigError
 from steadyrl.recipe import build_config
 from steadyrl.reports.recorder import RunFolder
 from steadyrl.run import train
+from steadyrl.trainer.checkpoint import state_checksum
 
 OVERRIDES = [
     "trainer.steps=2",
@@ -43,7 +44,8 @@ def make_checkpoint(folder: Path, config: object) -> None:
     checkpoint.mkdir(parents=True)
     (checkpoint / "empty").touch()
     state = {"step": 1, "counters": {}, "evaluated": 0, "source": {}, "config": config}
-    (checkpoint / "state.json").write_text(json.dumps({"step": 1, "state": state, "files": {"empty": "0-00000000"}}))
+    content = {"step": 1, "state": state, "files": {"empty": "0-00000000"}}
+    (checkpoint / "state.json").write_text(json.dumps({**content, "checksum": state_checksum(content)}))
 
 
 def test_a_run_can_be_continued_with_other_timeouts_and_leftovers_are_set_aside(trained):

@@ -222,11 +222,13 @@ def rollout_server(
     from steadyrl.engines.launch import running, served_model, server_command
 
     config = load_config(recipe, overrides or [])
+    try:
+        more = shlex.split(options)
+    except ValueError as error:
+        raise ConfigError(f"--options {options} cannot be read ({error}): quote it as for a shell") from None
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the server must not outlive this process
     with served_model(config.model.path) as model:
-        command = server_command(
-            config, number, python=str(python or sys.executable), model=model, options=shlex.split(options)
-        )
+        command = server_command(config, number, python=str(python or sys.executable), model=model, options=more)
         if only_print:
             print(command)
             return

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from steadyrl.axes import AboveZero, Table, ZeroOrMore
 from steadyrl.method import ObjectiveConfig
@@ -51,6 +52,20 @@ class SamplingConfig(Table):
         return self.top_p < 1 or self.top_k > 0
 
 
+def _with_host_and_port(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        is_address = bool(parts.hostname and parts.port) and f"{parts.scheme}://{parts.netloc}" == url.rstrip("/")
+    except ValueError:  # brackets that do not close, a port that is none
+        is_address = False
+    if not is_address or not url.startswith(("http://", "https://")):
+        raise ValueError(f"engine.urls has {url}: write a server as http://HOST:PORT, with a port from 1 to 65535")
+    return url
+
+
+ServerUrl = Annotated[str, AfterValidator(_with_host_and_port)]
+
+
 class EngineConfig(Table):
     """The rollout engine: the embedded one, or servers that run by themselves (docs/engines.md)."""
 
@@ -64,7 +79,7 @@ class EngineConfig(Table):
     # streaming: what becomes of the keys and values of running responses when new weights arrive
     cache_on_update: Literal["keep", "rebuild"] = "keep"
     # ---- servers ----
-    urls: tuple[Annotated[str, Field(pattern=r"^https?://[^/]+/?$")], ...] = ()  # http://HOST:PORT, one or more
+    urls: tuple[ServerUrl, ...] = ()  # http://HOST:PORT, one or more
     pause: Literal["keep", "wait"] = "keep"  # running responses while weights are loaded: held, or waited for
     weights_dir: str = ""  # a folder that this process and the servers see; "" = in this machine's memory
     stall_timeout_s: AboveZero = 45  # without a token from a server that has requests
@@ -299,8 +314,8 @@ class RunConfig(Table):
     def _check_servers(self) -> None:
         if self.pipeline.backend == "inline" or self.engine.replicas > 1:
             raise ValueError(
-                f'engine.kind = "{self.engine.kind}" has its engines at engine.urls, beside the trainer: leave out '
-                "pipeline.backend=inline and engine.replicas"
+                f'engine.kind = "{self.engine.kind}" has its engines at engine.urls, and they work beside the trainer: '
+                "set pipeline.backend=process, or ray for several trainer ranks, and engine.replicas=1"
             )
         if self.objective.num_top_logprobs:
             raise ValueError(
@@ -329,6 +344,12 @@ class RunConfig(Table):
             raise ValueError(
                 f"pipeline.groups_in_flight = {pipeline.groups_in_flight} cannot fill a step of "
                 f"pipeline.prompts_per_batch = {pipeline.prompts_per_batch}: raise it to that or more, or set 0"
+            )
+        most = pipeline.prompts_per_batch * (pipeline.max_lag + 1)
+        if pipeline.controller and pipeline.controller.fewest_groups_in_flight > most:
+            raise ValueError(
+                f"pipeline.controller.fewest_groups_in_flight = {pipeline.controller.fewest_groups_in_flight} is more "
+                f"than pipeline.max_lag ever lets in, {most}: set it to that or less"
             )
         if self.objective.anchor == "old_actor":
             raise ValueError(

@@ -162,8 +162,8 @@ def test_a_canceled_response_keeps_its_tokens(server, prompts):
         lengths = [rollout.num_sampled for rollout in rollouts if rollout.finish == "canceled"]
         say(f"{len(lengths)} of {len(ids)} responses canceled, after {min(lengths)} to {max(lengths)} tokens")
         assert len(lengths) >= len(ids) / 2
-        assert all(length < 199 for length in lengths)
-        assert max(lengths) > 0
+        assert max(lengths) < 200  # one that has all its tokens was not canceled
+        assert any(0 < length < 150 for length in lengths)
     finally:
         engine.close()
 

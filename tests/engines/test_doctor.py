@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,22 @@ def test_another_tokenizer_is_named(server):
 def test_a_server_that_is_not_there_ends_with_the_cause(server):
     server.kill()
     assert "is not what the recipe needs: GET /" in examine(server)
+
+
+def test_another_kind_of_server_is_told_by_its_pages():
+    pages = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    threading.Thread(target=pages.serve_forever, daemon=True).start()
+    console = Console(file=io.StringIO(), width=400)
+    overrides = [
+        "pipeline.backend=process",
+        "engine.kind=vllm",
+        f'engine.urls=["http://127.0.0.1:{pages.server_port}"]',
+    ]
+    try:
+        with pytest.raises(EngineError, match="a web page, so it is no rollout server"):
+            check_server(load_config(TINY, overrides), console)
+    finally:
+        pages.shutdown()
 
 
 def test_what_is_installed_has_versions_and_remedies(monkeypatch):

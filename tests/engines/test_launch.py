@@ -12,7 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from steadyrl.cli import app
 from steadyrl.engines.launch import Command, running, served_model, server_command
 from steadyrl.errors import ConfigError, EngineError
 from steadyrl.recipe import load_config
@@ -73,8 +75,14 @@ def test_the_command_has_what_the_recipe_needs():
 def test_a_server_that_the_recipe_does_not_name_is_refused():
     with pytest.raises(ConfigError, match=r"no server 2 in engine\.urls, which names 2"):
         server_command(config(), 2, python="py", model="/m")
-    with pytest.raises(ConfigError, match="names no port"):
-        server_command(config('engine.urls=["http://rollouts"]'), 0, python="py", model="/m")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://rollouts", "http://a:99999", "http://[::1", "http://:80", "http://a:1/x", "a:1"]
+)
+def test_an_address_that_is_none_is_refused_with_the_recipe(url):
+    with pytest.raises(ConfigError, match="http://HOST:PORT"):
+        config(f'engine.urls=["{url}"]')
 
 
 def test_a_model_folder_is_served_as_it_is():
@@ -120,3 +128,9 @@ def test_the_command_line_prints_what_a_shell_can_run():
     (line,) = done.stdout.splitlines()
     assert shlex.split(line)[-2:] == ["--seed", "1"]
     assert '{"backend": "steadyrl-disk"}' in shlex.split(line)
+
+
+def test_options_that_no_shell_could_read_are_refused():
+    words = ["rollout-server", str(RECIPES / "tiny.toml"), "--print", "--options", "'unclosed"]
+    with pytest.raises(ConfigError, match="No closing quotation"):
+        CliRunner().invoke(app, words, catch_exceptions=False)

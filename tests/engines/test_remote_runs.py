@@ -129,7 +129,7 @@ def test_what_does_not_fit_ends_before_the_first_step(double, tmp_path):
     [
         ({"engine.urls": []}, "needs servers: set engine.urls"),
         ({"engine.kind": "local"}, r"engine\.urls names servers"),
-        ({"engine.urls": ["http://a:1/v1"]}, r"engine\.urls\.0"),
+        ({"engine.urls": ["http://a:1/v1"]}, r"engine\.urls has http://a:1/v1"),
         ({"engine.cache_on_update": "rebuild"}, "is for the embedded engine"),
         ({"pipeline.backend": "inline"}, "beside the trainer"),
         ({"sampling.top_p": 0.9}, "only together with top-k"),

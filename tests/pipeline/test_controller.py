@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from steadyrl.config import ControllerConfig, PipelineConfig
+from steadyrl.config import ControllerConfig, PipelineConfig, RunConfig
 from steadyrl.pipeline.controller import Controller, Settings, decide
 
 PIPELINE = PipelineConfig(regime="streaming", lag=1, max_lag=8, prompts_per_batch=8)
@@ -52,6 +52,12 @@ def test_an_effective_sample_size_is_better_the_higher_it_is():
 def test_a_budget_or_limits_that_cannot_be_kept_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         ControllerConfig(**settings)
+
+
+def test_more_groups_in_flight_than_the_bound_lets_in_are_refused():
+    table = {"controller": {"budget": 0.1, "fewest_groups_in_flight": 500}, "regime": "streaming", "lag": 1}
+    with pytest.raises(ValueError, match=r"more than pipeline\.max_lag ever lets in, 288"):
+        RunConfig.model_validate({"pipeline": {**table, "max_lag": 8, "prompts_per_batch": 32}})
 
 
 def test_the_mean_of_a_window_decides_and_steps_without_a_number_do_not_count():

@@ -56,6 +56,26 @@ def test_what_a_cluster_lacks_is_named():
     assert "of its 16 CPU and 8 GPU 16 CPU and 1 GPU are free" in taken
 
 
+def test_an_address_where_nobody_listens_is_named_at_once(monkeypatch):
+    class Ray:
+        @staticmethod
+        def is_initialized():
+            return False
+
+        @staticmethod
+        def init(**_options):
+            pytest.fail("asked although nobody listens")
+
+    monkeypatch.setitem(sys.modules, "ray", Ray)
+    for address in ("127.0.0.1:1", "127.0.0.1:99999"):
+        asked = config(f"pipeline.ray_address={address}")
+        with (
+            pytest.raises(ConfigError, match=f"no Ray cluster can be joined at {address}"),
+            open_cluster(asked, 0, print),
+        ):
+            pass
+
+
 def test_traffic_is_per_step_and_restarts_are_per_run():
     traffic = Traffic(rollout_bytes=300, rollout_tokens=10, weight_bytes=7, engine_restarts=2)
     assert traffic.take() == {

@@ -143,6 +143,13 @@ def test_groups_that_are_given_up_are_counted_and_replaced():
     assert source.metrics()["stream/groups_given_up"] == 0
 
 
+def test_a_run_that_only_gives_up_ends_and_says_why():
+    source, backend, _ = make_source(max_lag=2)
+    backend.gives_up = set(range(1000))
+    with pytest.raises(EngineError, match=r"100 groups in a row .* pipeline\.rollout_timeout_s"):
+        run(source, range(5))
+
+
 def test_a_checkpoint_keeps_what_is_finished_and_begins_again_what_is_not(tmp_path):
     source, backend, _ = make_source(max_lag=4, groups_in_flight=12)
     trained = run(source, range(4))

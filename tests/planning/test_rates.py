@@ -39,6 +39,8 @@ def test_a_file_replaces_assumptions(tmp_path):
     [
         ("train_token_per_s = 3", "unknown key 'train_token_per_s'; did you mean 'train_tokens_per_s'"),
         ("decode_step_s = -1", "decode_step_s: .*greater than or equal to 0 .*-1"),
+        ("decode_step_s = 1e308", "decode_step_s: .*less than or equal to 1000000000"),
+        ("train_tokens_per_s = 1e-320", "train_tokens_per_s: "),
         ('[lengths]\nshape = "flat"', "lengths.shape: .*lognormal"),
         ("[hardware]\ngpus = 3", "hardware.gpus: "),
         ("evaluation_prompts = 0", "evaluation_prompts: "),

@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import SafetensorError
 
 from steadyrl.errors import CheckpointError
-from steadyrl.trainer.checkpoint import latest_checkpoint, load_snapshots, load_state, save_checkpoint, set_aside
+from steadyrl.trainer.checkpoint import (
+    latest_checkpoint,
+    load_snapshots,
+    load_state,
+    save_checkpoint,
+    set_aside,
+    state_checksum,
+)
 
 
 class FakeLearner:
@@ -79,7 +87,13 @@ def test_none_at_all_says_what_to_do(tmp_path):
         latest_checkpoint(tmp_path)
 
 
-WHOLE = {"step": 2, "state": state(2), "files": {}}
+WHOLE = {"step": 2, "state": state(2), "files": {"model/weights": "1000-00000000"}}
+
+
+def signed(**changes: Any) -> str:
+    """What a state.json would hold, with a checksum that agrees."""
+    table = json.loads(json.dumps({**WHOLE, **changes}))
+    return json.dumps({**table, "checksum": state_checksum(table)})
 
 
 @pytest.mark.parametrize(
@@ -90,10 +104,12 @@ WHOLE = {"step": 2, "state": state(2), "files": {}}
         "5",
         "{}",
         "[" * 100_000,
-        json.dumps({**WHOLE, "state": None}),
-        json.dumps({**WHOLE, "state": {"step": 2}}),
-        json.dumps({**WHOLE, "state": {**state(2), "counters": []}}),
-        json.dumps({**WHOLE, "files": ["model/weights"]}),
+        signed(state=None),
+        signed(state={"step": 2}),
+        signed(state={**state(2), "counters": []}),
+        signed(files=["model/weights"]),
+        signed(files={}),
+        signed(),
         json.dumps(WHOLE),
     ],
     ids=lambda text: text[:60],
@@ -104,6 +120,18 @@ def test_a_state_that_is_json_but_wrong_is_passed_over(tmp_path, caplog, text):
     with caplog.at_level(logging.WARNING):
         assert latest_checkpoint(tmp_path).name == "step_000001"
     assert "step_000002 is not used" in caplog.text
+
+
+def test_a_state_that_was_edited_is_passed_over(tmp_path, caplog):
+    save(tmp_path, 1)
+    file = save(tmp_path, 2) / "state.json"
+    assert latest_checkpoint(tmp_path).name == "step_000002"
+    content = json.loads(file.read_text())
+    content["state"]["source"] = {"held": 1}
+    file.write_text(json.dumps(content))
+    with caplog.at_level(logging.WARNING):
+        assert latest_checkpoint(tmp_path).name == "step_000001"
+    assert "state.json was changed" in caplog.text
 
 
 def test_later_and_damaged_ones_do_not_push_out_the_one_just_written(tmp_path):

@@ -42,7 +42,9 @@ class JsonClient:
             raise ServerFault(f"{what}: {str(error) or repr(error)}") from None
         if response.status_code >= 400:
             refused = response.status_code in (400, 422)
-            raise ServerFault(f"{what}: status {response.status_code}: {response.text[:SHOWN]}", refused=refused)
+            is_page = response.headers.get("content-type", "").startswith("text/html")
+            said = "a web page, so it is no rollout server" if is_page else " ".join(response.text.split())[:SHOWN]
+            raise ServerFault(f"{what}: status {response.status_code}: {said}", refused=refused)
         if not response.headers.get("content-type", "").startswith("application/json"):
             return {"text": response.text}
         try:

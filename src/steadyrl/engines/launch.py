@@ -57,8 +57,8 @@ def server_command(config: RunConfig, number: int, *, python: str, model: str, o
             "for example engine.kind=vllm engine.urls='[\"http://127.0.0.1:8000\"]'"
         )
     address = urlsplit(urls[number])
-    if address.hostname is None or address.port is None:
-        raise ConfigError(f"{urls[number]} names no port: write http://HOST:PORT in engine.urls")
+    assert address.hostname is not None
+    assert address.port is not None
     server = SERVERS[config.engine.kind]
     words = server.launch_command(config, model, address.hostname, address.port, python=python)
     return Command([*words, *options], server.launch_environment(config), urls[number])

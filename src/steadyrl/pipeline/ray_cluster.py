@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -28,6 +29,7 @@ Resources = dict[str, float]
 INSTALL = 'pip install "steadyrl[scale]"'
 MODELS_IN_STORE = 6  # two broadcasts that wait, the trainer's float32 copy (2), and its old weights (2), with a margin
 MOST_CHARACTERS = 500  # of what Ray says about an error
+JOIN_TIMEOUT_S = 10.0  # for a connection to a cluster
 STORE_MARGIN_BYTES = 1 << 28  # for rollouts; what does not fit goes to disk
 
 
@@ -178,12 +180,15 @@ def _joined(ray: Any, address: str) -> Iterator[None]:
             f"{address} is an address for Ray's client, which a run cannot use: run it on a node of the cluster with "
             "pipeline.ray_address=auto, or send it there with ray job submit"
         )
-    _init(
-        ray,
-        f"no Ray cluster can be joined at {address}",
-        "set pipeline.ray_address, or RAY_ADDRESS, to the address of one that runs, or neither to start one here",
-        address=address,
-    )
+    problem = f"no Ray cluster can be joined at {address}"
+    remedy = "set pipeline.ray_address, or RAY_ADDRESS, to the address of one that runs, or neither to start one here"
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():  # Ray itself tries for minutes, and hears no Ctrl-C meanwhile
+        try:
+            socket.create_connection((host, int(port)), timeout=JOIN_TIMEOUT_S).close()
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"{problem} ({error}): {remedy}") from None
+    _init(ray, problem, remedy, address=address)
     try:
         yield
     finally:

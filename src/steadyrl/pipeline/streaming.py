@@ -29,6 +29,7 @@ from steadyrl.tasks.base import Task
 from steadyrl.types import Prompt, Rollout
 
 BUFFER = "buffer.jsonl"
+MOST_GIVEN_UP = 100  # groups in a row, and at least as often as there are groups in flight
 
 
 @dataclass
@@ -56,6 +57,7 @@ class StreamingSource:
         self._next = 0  # the first number that was never let in
         self._returned: list[int] = []  # numbers that go back to the data: a resumed run begins them again
         self._given_up = 0  # groups since the last metrics
+        self._given_up_in_a_row = 0
         self._tally = (0, 0)  # rollouts generated, and given up, since the last call
         self._arrived_tokens: list[int] = []  # of each response since the last metrics
         self._depth = 0  # groups that were ready when the trainer asked
@@ -207,10 +209,22 @@ class StreamingSource:
             if not arrival.rollouts:
                 del self._groups[arrival.number]
                 self._given_up += 1
+                self._give_up_no_more()
                 continue
+            self._given_up_in_a_row = 0
             self._check(arrival)
             self._groups[arrival.number].rollouts = arrival.rollouts
             self._arrived_tokens += [rollout.num_sampled for rollout in arrival.rollouts]
+
+    def _give_up_no_more(self) -> None:
+        """Count a group that was given up; raises EngineError where nothing else happens any more."""
+        self._given_up_in_a_row += 1
+        if self._given_up_in_a_row >= max(MOST_GIVEN_UP, self._settings.groups_in_flight):
+            raise EngineError(
+                f"{self._given_up_in_a_row} groups in a row were given up, because a response took longer than "
+                f"pipeline.rollout_timeout_s = {self._pipeline.rollout_timeout_s:g}: raise it, or set "
+                "pipeline.on_timeout=keep to train on what there is"
+            )
 
     def _check(self, arrival: Arrival) -> None:
         group = self._groups.get(arrival.number)

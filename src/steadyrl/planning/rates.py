@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from steadyrl.axes import AboveZero, Share, Table, ZeroOrMore
 from steadyrl.config import Positive, RunConfig
@@ -34,21 +35,26 @@ STEP_BYTES = 40  # that AdamW, clipping and the copy before the step read and wr
 ATTENTION_FLOPS = 4  # for each query number and each token attended to: scores and values, multiply and add
 
 
+# whatever is beyond is a slip, and sums of it leave the numbers of a float
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+PerSecond = Annotated[float, Field(ge=1e-9, le=1e18)]
+
+
 class Rates(Table):
     """Those of the trainer are of all its ranks together; those of decoding and prompts of one engine."""
 
-    decode_step_s: ZeroOrMore  # one token for every running sequence, whatever their number ...
-    decode_sequence_s: ZeroOrMore  # ... and more for each of them
-    prefill_token_s: ZeroOrMore  # of a prompt, once for all its responses
-    train_step_s: ZeroOrMore  # of an optimizer step, whatever its tokens
-    train_tokens_per_s: AboveZero  # prompt and response
-    broadcast_bytes_per_s: AboveZero  # the trainer, while it sends the weights once
-    load_bytes_per_s: AboveZero  # the engine, while it takes them over
-    grade_response_s: ZeroOrMore
-    transfer_response_s: ZeroOrMore  # from the engine to the trainer, in which neither works
-    step_other_s: ZeroOrMore  # of the trainer in each step, beside everything else here
-    record_batch_s: ZeroOrMore  # of writing the rollouts of a batch into the run folder
-    checkpoint_bytes_per_s: AboveZero
+    decode_step_s: Seconds  # one token for every running sequence, whatever their number ...
+    decode_sequence_s: Seconds  # ... and more for each of them
+    prefill_token_s: Seconds  # of a prompt, once for all its responses
+    train_step_s: Seconds  # of an optimizer step, whatever its tokens
+    train_tokens_per_s: PerSecond  # prompt and response
+    broadcast_bytes_per_s: PerSecond  # the trainer, while it sends the weights once
+    load_bytes_per_s: PerSecond  # the engine, while it takes them over
+    grade_response_s: Seconds
+    transfer_response_s: Seconds  # from the engine to the trainer, in which neither works
+    step_other_s: Seconds  # of the trainer in each step, beside everything else here
+    record_batch_s: Seconds  # of writing the rollouts of a batch into the run folder
+    checkpoint_bytes_per_s: PerSecond
 
 
 class Hardware(Table):

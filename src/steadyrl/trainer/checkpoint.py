@@ -28,7 +28,7 @@ from steadyrl.trainer.base import Learner
 
 logger = logging.getLogger(__name__)
 STATE = "state.json"
-CONTENT = {"step": int, "state": dict, "files": dict}  # what state.json holds ...
+CONTENT = {"step": int, "state": dict, "files": dict, "checksum": str}  # what state.json holds ...
 COUNTED = {"step": int, "counters": dict, "evaluated": int, "source": dict, "config": dict}  # ... and its state
 CHUNK_BYTES = 1 << 22
 
@@ -84,7 +84,9 @@ def _write(partial: Path, learner: Learner, state: State, snapshots: Mapping[int
     files = {
         str(path.relative_to(partial)): _fingerprint(path) for path in sorted(partial.rglob("*")) if path.is_file()
     }
-    _write_synced(partial / STATE, json.dumps({"step": learner.version, "state": content, "files": files}, indent=1))
+    # as it will be read: a tuple is a list then
+    table = json.loads(json.dumps({"step": learner.version, "state": content, "files": files}))
+    _write_synced(partial / STATE, json.dumps({**table, "checksum": state_checksum(table)}, indent=1))
 
 
 def latest_checkpoint(root: Path) -> Path:
@@ -155,7 +157,15 @@ def _read_state(folder: Path) -> dict[str, Any] | str:
         return f"{STATE} cannot be read ({error})"
     if not _has(content, CONTENT) or not _has(content["state"], COUNTED) or not content["files"]:
         return f"{STATE} does not hold what a checkpoint does"
+    if content["checksum"] != state_checksum(content):
+        return f"{STATE} was changed"
     return content
+
+
+def state_checksum(content: Mapping[str, Any]) -> str:
+    """CRC-32 of what `state.json` holds beside it."""
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    return f"{zlib.crc32(json.dumps(rest).encode()):08x}"
 
 
 def _has(table: Any, kinds: Mapping[str, type]) -> bool:
