@@ -97,8 +97,15 @@ def prompts() -> list[Prompt]:
     return task.prompts("train", 0, 32)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def figures(request) -> None:
+    say.capture = request.config.pluginmanager.getplugin("capturemanager")  # type: ignore[attr-defined]
+
+
 def say(text: str) -> None:
-    print(f"\n[live] {text}", flush=True)
+    """Show a figure whether the test fails or not, without all that the servers print."""
+    with say.capture.global_and_fixture_disabled():  # type: ignore[attr-defined]
+        print(f"\n[live] {text}", flush=True)
 
 
 def moved(scale: float) -> dict[str, torch.Tensor]:
