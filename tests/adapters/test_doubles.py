@@ -189,7 +189,7 @@ def test_nemo_rl(preset, per_token, nemo_rl):
     assert loss.input_type.value == "logprob"
     assert loss.loss_type.value == ("token_level" if per_token else "sequence_level")
     drift = (batch.logp - batch.behavior)[batch.mask].abs().mean()
-    assert metrics["mismatch/d_bar"] == pytest.approx(float(drift))  # added up over micro-batches: the mean
+    assert metrics["mismatch/d_bar"] == pytest.approx(float(drift.detach()))  # added up over micro-batches: the mean
 
 
 def test_nemo_rl_kl_and_window(nemo_rl):
