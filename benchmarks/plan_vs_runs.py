@@ -1,6 +1,6 @@
 """Does `steadyrl plan` predict the time of an optimizer step? Three tiny runs against predictions from recorded ones.
 
-    python benchmarks/plan_vs_runs.py [--steps 36] [--repeats 1] [--source batch]
+    python benchmarks/plan_vs_runs.py [--steps 36] [--repeats 1]
 
 From a recorded batch-wise run at lag 2, and with nothing known about the others, the time of a step is predicted for a
 synchronous run, a batch-wise run at lag 4, and a streaming run, each with another seed. The speed of a machine changes
@@ -35,8 +35,7 @@ FIXED = [
     "pipeline.backend=process",
 ]
 SYNC = ["pipeline.regime=sync", "pipeline.lag=0"]
-SOURCES = {"batch": ["pipeline.regime=batch", "pipeline.lag=2"], "sync": SYNC}
-RECORDED = ["seed=11", "record.rollouts_every_batches=2"]
+RECORDED = ["pipeline.regime=batch", "pipeline.lag=2", "seed=11", "record.rollouts_every_batches=2"]
 WARM_UP_STEPS = 8
 PREDICTED = {
     "synchronous": [*SYNC, "seed=12"],
@@ -67,12 +66,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=36)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--source", choices=SOURCES, default="batch", help="regime of the recorded runs")
     options = parser.parse_args()
     print("| run | predicted s/step | measured | ratio | mean lag predicted | measured | largest | measured |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for _ in range(options.repeats):
-        for one in outcomes(options.steps, options.source):
+        for one in outcomes(options.steps):
             print(
                 f"| {one.name} | {one.mean('step_s'):.3f} | {one.step_s:.3f} | {one.ratio:.2f} | "
                 f"{one.mean('lag_mean'):.2f} | {one.lag_mean:.2f} | {one.mean('lag_max'):g} | {one.lag_max} |",
@@ -80,16 +78,15 @@ def main() -> None:
             )
 
 
-def outcomes(steps: int, source: str = "batch") -> Iterator[Outcome]:
+def outcomes(steps: int) -> Iterator[Outcome]:
     """Record a run, then each of the others and, after it, one more that is recorded."""
     shape = count_model("bundled:tiny_moe")
-    recorded = [*SOURCES[source], *RECORDED]
     with tempfile.TemporaryDirectory() as folder:
-        run(Path(folder) / "warm_up", WARM_UP_STEPS, recorded)
-        before = measured_speed(run(Path(folder) / "recorded", steps, recorded))
+        run(Path(folder) / "warm_up", WARM_UP_STEPS, RECORDED)
+        before = measured_speed(run(Path(folder) / "recorded", steps, RECORDED))
         for index, (name, overrides) in enumerate(PREDICTED.items()):
             rows = read_steps(run(Path(folder) / str(index), steps, overrides))
-            after = measured_speed(run(Path(folder) / f"recorded{index}", steps, recorded))
+            after = measured_speed(run(Path(folder) / f"recorded{index}", steps, RECORDED))
             config = load_config(RECIPE, [*FIXED, f"trainer.steps={steps}", *overrides])
             predicted = (simulate(config, shape, before, steps=steps), simulate(config, shape, after, steps=steps))
             before = after

@@ -175,6 +175,11 @@ class PipelineConfig(Table):
         return self.groups_in_flight or 2 * self.prompts_per_batch
 
     @property
+    def most_groups_outstanding(self) -> int:
+        """Streaming: groups that `max_lag` has room for, in the engine or waiting."""
+        return self.prompts_per_batch * (self.max_lag + 1)
+
+    @property
     def most_ready_groups(self) -> int:
         return self.queue_groups or self.prompts_per_batch
 
@@ -345,7 +350,7 @@ class RunConfig(Table):
                 f"pipeline.groups_in_flight = {pipeline.groups_in_flight} cannot fill a step of "
                 f"pipeline.prompts_per_batch = {pipeline.prompts_per_batch}: raise it to that or more, or set 0"
             )
-        most = pipeline.prompts_per_batch * (pipeline.max_lag + 1)
+        most = pipeline.most_groups_outstanding
         if pipeline.controller and pipeline.controller.fewest_groups_in_flight > most:
             raise ValueError(
                 f"pipeline.controller.fewest_groups_in_flight = {pipeline.controller.fewest_groups_in_flight} is more "

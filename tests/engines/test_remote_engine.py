@@ -496,7 +496,8 @@ def test_close_ends_a_wait_in_another_thread(double, connect, prompts):
     engine.load_weights(weights_of(), 0)
     double.always[GENERATE] = hang
     threading.Timer(0.3, engine.close).start()
-    within(5, lambda: engine.generate(request(prompts)))
+    outcome = within(5, lambda: engine.generate(request(prompts)))
+    assert isinstance(outcome, BaseException)
 
 
 # ---- the contract ----
@@ -518,7 +519,9 @@ def test_a_server_that_says_that_it_is_another_is_refused(double, connect, told,
 
 def test_raw_logprobs_are_the_same_thing_at_temperature_1(double, connect):
     double.model_config = {"logprobs_mode": "raw_logprobs"}
-    connect(double).load_weights(weights_of(), 0)
+    engine = connect(double)
+    engine.load_weights(weights_of(), 0)
+    assert engine.version == 0
 
 
 def test_a_server_that_is_not_there_is_named(connect, double):

@@ -179,6 +179,7 @@ def test_a_server_that_stays_silent_about_itself_is_out(double, second, connect)
     engine.load_weights(weights_of(), 0)
     double.always["/model_info"] = hang
     wait_until(lambda: engine._pool.servers[0].state == "out")
+    assert engine._pool.servers[1].state == "ready"
 
 
 def test_a_restricted_draw_comes_with_its_mask_and_its_own_logprobs(double, connect, prompts):

@@ -82,7 +82,7 @@ def _fresher(config: ControllerConfig, pipeline: PipelineConfig, settings: Setti
 
 
 def _staler(config: ControllerConfig, pipeline: PipelineConfig, settings: Settings) -> Settings:
-    most = config.most_groups_in_flight or pipeline.prompts_per_batch * (pipeline.max_lag + 1)
+    most = config.most_groups_in_flight or pipeline.most_groups_outstanding
     if settings.groups_in_flight < most:
         return Settings(settings.broadcast_every, min(math.ceil(settings.groups_in_flight / NOTCH), most))
     longest = min(config.longest_broadcast_interval, pipeline.max_lag + 1)

@@ -208,16 +208,16 @@ class StreamingSource:
             self._tally = generated + size, given_up + (0 if arrival.rollouts else size)
             if not arrival.rollouts:
                 del self._groups[arrival.number]
-                self._given_up += 1
-                self._give_up_no_more()
+                self._count_given_up()
                 continue
             self._given_up_in_a_row = 0
             self._check(arrival)
             self._groups[arrival.number].rollouts = arrival.rollouts
             self._arrived_tokens += [rollout.num_sampled for rollout in arrival.rollouts]
 
-    def _give_up_no_more(self) -> None:
-        """Count a group that was given up; raises EngineError where nothing else happens any more."""
+    def _count_given_up(self) -> None:
+        """Raises EngineError where groups are given up and nothing else happens any more."""
+        self._given_up += 1
         self._given_up_in_a_row += 1
         if self._given_up_in_a_row >= max(MOST_GIVEN_UP, self._settings.groups_in_flight):
             raise EngineError(
