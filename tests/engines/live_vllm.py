@@ -10,8 +10,9 @@ import asyncio
 import json
 import os
 import socket
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ CPU_ENVIRONMENT = {
 STEPS = 30
 LAG = 4
 
-Launch = Callable[..., str]
+figures: list[Any] = []  # what lets a figure through while pytest captures what servers print
 
 
 def free_port() -> int:
@@ -63,26 +64,30 @@ def config_for(*urls: str, recipe: str = "tiny.toml", **overrides: Any) -> RunCo
     return load_config(ROOT / "recipes" / recipe, [f"{key}={json.dumps(value)}" for key, value in values.items()])
 
 
+class Launch:
+    """Starts servers, which end with `servers`; a test may kill one before."""
+
+    def __init__(self, servers: ExitStack) -> None:
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}  # by address
+        self._servers = servers
+        self._model = servers.enter_context(served_model(TINY))
+
+    def __call__(self, *options: str, **environment: str) -> str:
+        """The address of a new server."""
+        url = f"http://127.0.0.1:{free_port()}"
+        options = (*CPU_OPTIONS, *options)
+        command = server_command(config_for(url), 0, python=str(PYTHON), model=self._model, options=options)
+        command = Command(command.words, {**command.environment, **CPU_ENVIRONMENT, **environment}, url)
+        begin = time.monotonic()
+        self.processes[url] = self._servers.enter_context(running(command, START_S))
+        say(f"server ready in {time.monotonic() - begin:.0f} s")
+        return url
+
+
 @pytest.fixture(scope="module")
 def launch() -> Iterator[Launch]:
-    """Starts a server and returns its address; the last one may be killed by the test."""
     with ExitStack() as servers:
-        model = servers.enter_context(served_model(TINY))
-
-        def start(*options: str, **environment: str) -> str:
-            url = f"http://127.0.0.1:{free_port()}"
-            command = server_command(
-                config_for(url), 0, python=str(PYTHON), model=model, options=[*CPU_OPTIONS, *options]
-            )
-            command = Command(command.words, {**command.environment, **CPU_ENVIRONMENT, **environment}, url)
-            begin = time.monotonic()
-            process = servers.enter_context(running(command, START_S))
-            start.processes[url] = process  # type: ignore[attr-defined]
-            say(f"server ready in {time.monotonic() - begin:.0f} s")
-            return url
-
-        start.processes = {}  # type: ignore[attr-defined]
-        yield start
+        yield Launch(servers)
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +103,13 @@ def prompts() -> list[Prompt]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def figures(request) -> None:
-    say.capture = request.config.pluginmanager.getplugin("capturemanager")  # type: ignore[attr-defined]
+def shows_figures(request) -> None:
+    figures.append(request.config.pluginmanager.getplugin("capturemanager"))
 
 
 def say(text: str) -> None:
     """Show a figure whether the test fails or not, without all that the servers print."""
-    with say.capture.global_and_fixture_disabled():  # type: ignore[attr-defined]
+    with figures[0].global_and_fixture_disabled():
         print(f"\n[live] {text}", flush=True)
 
 
@@ -240,7 +245,7 @@ def test_without_the_plugins_repair_the_corruption_is_caught(launch, prompts):
 
 def test_what_an_unchanged_policy_shows(server, launch, prompts):
     """The table of docs/engines.md: ratios exp(trainer - engine) with the same weights on both sides."""
-    sampling = {"temperature": 0.6, "top_p": 0.9}
+    sampling: dict[str, Any] = {"temperature": 0.6, "top_p": 0.9}
     engine = build_remote_engine(config_for(server), prompts[:4])
     engine.load_weights(moved(0.0), 0)  # what the others have from the start
     engine.close()
